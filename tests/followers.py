@@ -5,7 +5,7 @@ from typing import ClassVar
 from compress import AWQ, ChannelPermutation, SmoothQuant
 from compress.layers.parts.codes import CodesScheme
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Sparsity
+from compress.numerics.sparse.positions import SparseLayout
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.passes import LayerPass
 from compress.passes.families.weight_grid import WeightGrid
@@ -19,7 +19,7 @@ class Unpruned(LayerPass):
     n_of_m: tuple[int, int] = (2, 4)
 
     def sparsities(self, shape):
-        return [Sparsity.regular(shape, *self.n_of_m)]
+        return [SparseLayout.regular(shape, *self.n_of_m)]
 
     def solve(self, weight, seen, layer):
         return Solution()

@@ -28,7 +28,7 @@ from compress.layers.linear import CompressedLinear
 from compress.layers.transforms.rounding import InputRounding
 from compress.models.caches.quantized import cache_sha256, round_cache, scheme_of
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Sparsity
+from compress.numerics.sparse.positions import SparseLayout
 from compress.passes.contract.journal import Journal
 from compress.pipeline.engine import segments
 from compress.pipeline.snapshot import read_part, restore_state, state_of, write_part
@@ -193,7 +193,7 @@ def layer_like(kind: str, linear: nn.Linear) -> CompressedLinear:
         layer.round_inputs(InputRounding.of(GRIDS["int8"], torch.tensor([0.5]), 6.0, torch.arange(layer.shape[1]) == 3))
     elif kind == "kept alone":
         layer.put(layer.weight * keep, keep)
-        layer.store_kept(Sparsity(int(keep.sum())))
+        layer.store_kept(SparseLayout(int(keep.sum())))
     elif kind == "half":
         layer.put(layer.weight.bfloat16())
     elif kind == "turned":

@@ -24,7 +24,7 @@ from compress.models.caches.quantized import CONFIG_KEY, attentions_with_cache
 from compress.models.caches.scheme import CacheScheme
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.dtypes import dtype_name
-from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
+from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
 
 OUTSIDE = "outside"
 
@@ -45,7 +45,7 @@ def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy:
             raise NumericError(f"{name}.{child_name}: {error}") from error
 
 
-def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> Sparsity | None:
+def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> SparseLayout | None:
     """How the layer's kept weights will be stored alone; None if they are stored otherwise, or are alone already."""
     mask = layer.mask if policy != "off" else None
     return None if mask is None else layer.scheme.stored_sparsity(sparsities(mask), storage, policy)

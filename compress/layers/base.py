@@ -25,7 +25,7 @@ from compress.kernels import dispatch
 from compress.layers.fields import validators
 from compress.numerics.dtypes import bytes_of
 from compress.numerics.quant.grids import Grid
-from compress.numerics.sparse.positions import Kept, Value
+from compress.numerics.sparse.positions import PackedMask, Value
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every kind of scheme by its name; a class is registered when it is defined."""
@@ -336,11 +336,11 @@ class WeightPart(Component):
     # Kept weights
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> PackedMask | None:
         """The positions of the kept weights if the part stores them alone, else None."""
         return None
 
-    def gathered(self, kept: Kept) -> WeightPart:
+    def gathered(self, kept: PackedMask) -> WeightPart:
         """A part of the same kind that holds the kept weights alone; only for schemes whose `value` is not None."""
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 

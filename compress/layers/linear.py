@@ -28,7 +28,7 @@ from compress.layers.transforms.permutation import Permutation
 from compress.layers.transforms.rounding import InputRounding
 from compress.layers.transforms.scale import Scale
 from compress.numerics.quant.codes import Codes
-from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.numerics.sparse.positions import PackedMask, SparseLayout
 
 Weight = Tensor | Codes | WeightPart | Sequence[WeightPart]
 """The types of weights that a layer accepts."""
@@ -63,7 +63,7 @@ class CompressedLinear(nn.Module):
         self.role: Role = "linear"
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.register_buffer("mask_words", None)
-        self.sparsity: Sparsity | None = None  # of the mask
+        self.sparsity: SparseLayout | None = None  # of the mask
         self.parts, self.transforms = nn.ModuleList(), nn.ModuleList()
         self.put(weight)
         self.register_state_dict_post_hook(_write_scheme)
@@ -87,7 +87,7 @@ class CompressedLinear(nn.Module):
         """Replace the weight [out, in]. The present mask stays unless another is given or the only part has its own."""
         parts = parts_of(weight)
         own = parts[0].kept if len(parts) == 1 else None
-        kept = own or (self.positions if mask is None else Kept.of(mask))
+        kept = own or (self.positions if mask is None else PackedMask.of(mask))
         assert kept is None or kept.shape == parts[0].shape, "mask and weight have different shapes"
         self.traced = None
         self.mask_words = None if kept is None or own is not None else kept.words
@@ -164,13 +164,13 @@ class CompressedLinear(nn.Module):
     # The mask
 
     @property
-    def positions(self) -> Kept | None:
+    def positions(self) -> PackedMask | None:
         """The packed mask, or None."""
         own = self.all_parts[0].kept if len(self.parts) == 1 else None
         if own is not None or self.mask_words is None:
             return own
         assert self.sparsity is not None
-        return Kept(self.mask_words, self.sparsity, self.shape)
+        return PackedMask(self.mask_words, self.sparsity, self.shape)
 
     @property
     def mask(self) -> Bool[Tensor, "out in"] | None:
@@ -178,7 +178,7 @@ class CompressedLinear(nn.Module):
         positions = self.positions
         return None if positions is None else positions.mask()
 
-    def store_kept(self, sparsity: Sparsity) -> None:
+    def store_kept(self, sparsity: SparseLayout) -> None:
         """Convert the weight to one that stores kept weights alone. sparsity: one that the mask has (`sparsities`).
 
         Raises NumericError if a weight outside of the mask is not zero.
@@ -186,7 +186,7 @@ class CompressedLinear(nn.Module):
         mask, (part,), before = self.mask, self.all_parts, int(self.weight.count_nonzero())
         assert mask is not None
         assert part.kept is None
-        self.put(SparsePart.of(part, Kept.of(mask, sparsity.n_of_m)))
+        self.put(SparsePart.of(part, PackedMask.of(mask, sparsity.n_of_m)))
         if int(self.weight.count_nonzero()) != before:
             raise NumericError("weights that were pruned are no longer zero")
 
@@ -358,7 +358,7 @@ def _count_kept(layer: nn.Module, keys: Any) -> None:
     layer.traced = None
     positions, words = layer.positions, layer.mask_words
     if words is not None and positions is not None and not words.is_meta and positions.sparsity.n_of_m is None:
-        layer.sparsity = Sparsity(int(positions.mask().sum()))
+        layer.sparsity = SparseLayout(int(positions.mask().sum()))
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:

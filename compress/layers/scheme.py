@@ -29,7 +29,7 @@ from compress.layers.parts.dense import DenseScheme
 from compress.layers.parts.sparse import SparseScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.numerics.quant.grids import Grid
-from compress.numerics.sparse.positions import SparsePolicy, Sparsity, choose
+from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, choose
 
 INPUT, WEIGHT = "input", "weight"
 """Prefixes of stored names: of transforms, and of the first part. Further parts have their kind as prefix."""
@@ -146,7 +146,7 @@ class LayerScheme:
         gone = [i for i in linear if not stay or i > stay[-1]]
         return replace(self, transforms=tuple(t for i, t in enumerate(self.transforms) if i not in gone))
 
-    def sparse(self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy) -> LayerScheme:
+    def sparse(self, found: Sequence[SparseLayout], storage: torch.dtype, policy: SparsePolicy) -> LayerScheme:
         """The layer with its kept weights stored alone, if the policy says so.
 
         found: the possible ways to store its mask. A layer with several parts, or whose part cannot store kept weights
@@ -155,7 +155,9 @@ class LayerScheme:
         sparsity = self.stored_sparsity(found, storage, policy)
         return self if sparsity is None else self.with_parts(SparseScheme(sparsity, self.parts[0]))
 
-    def stored_sparsity(self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy) -> Sparsity | None:
+    def stored_sparsity(
+        self, found: Sequence[SparseLayout], storage: torch.dtype, policy: SparsePolicy
+    ) -> SparseLayout | None:
         """How the kept weights are stored alone; None if they are not. Arguments as of `sparse`."""
         value = self.parts[0].value(storage) if len(self.parts) == 1 else None
         return None if value is None or not found or policy == "off" else choose(found, self.shape, value, policy)

@@ -17,14 +17,18 @@ from torch import Tensor
 from compress.native import gpu_columns
 from compress.native.library import Columns, Groups, library, pointer
 
-MOST = 256  # columns of a call
+MAX_COLUMNS = 256  # columns of a call
 
 
 @dataclass(frozen=True)
 class Integers:
-    """Codes from lowest to highest: code = clamp(round(w / scale + zero)), of value (code - zero) * scale.
+    """Codes from lowest to highest: code = clamp(round(w / scale + zero)), with the value (code - zero) * scale.
 
-    scale: [columns, rows] float32, or [rows] for all columns. zero: like scale, or None.
+    Attributes:
+        lowest: smallest code.
+        highest: largest code.
+        scale: [columns, rows] float32, or [rows] for all columns.
+        zero: zero points in the shape of `scale`, or None.
     """
 
     lowest: int
@@ -34,21 +38,24 @@ class Integers:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedColumns:
     """Columns that were rounded, [columns, rows] each.
 
-    codes: in float32. values: of the codes. moves: what the state (of a sweep), or the value (of a descent), changed
-    by. wanted: what was rounded, if it was asked for.
+    Attributes:
+        codes: codes in float32.
+        values: dequantized codes.
+        moves: change of the state (of a sweep) or of the value (of a descent).
+        targets: values before rounding, if requested.
     """
 
     codes: Tensor
     values: Tensor
     moves: Tensor
-    wanted: Tensor | None
+    targets: Tensor | None
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the library or the programs take tensors like this one: float32 on its device, without a gradient."""
+    """Whether the library or the GPU programs take tensors like this one: float32, without a gradient."""
     if tensor.dtype != torch.float32 or tensor.requires_grad:
         return False
     return gpu_columns.usable(tensor) or (tensor.device.type == "cpu" and library() is not None)
@@ -59,13 +66,18 @@ def sweep(
     matrix: Float[Tensor, "columns columns"],
     grid: Integers,
     keep: Bool[Tensor, "columns rows"] | None = None,
-    wanted: bool = False,
-) -> Rounded:
-    """Round every column and subtract matrix[i, j] times its error from the columns j behind it; state stays as it is.
+    with_targets: bool = False,
+) -> RoundedColumns:
+    """Round every column and subtract matrix[i, j] times its error from the columns j after it.
 
-    keep: False: the weight is rounded as zero. wanted: return what was rounded, too.
+    Args:
+        state: the columns; not modified.
+        matrix: ratios of the compensation.
+        grid: integers with scales and zero points.
+        keep: False where a weight is rounded to zero.
+        with_targets: whether to return the values before rounding.
     """
-    return _rounded(state, matrix, grid, keep, None, None, wanted)
+    return _rounded(state, matrix, grid, keep, None, None, with_targets)
 
 
 def descend(
@@ -75,7 +87,7 @@ def descend(
     pivots: Float[Tensor, " columns"],
     grid: Integers,
     keep: Bool[Tensor, "columns rows"] | None = None,
-) -> Rounded:
+) -> RoundedColumns:
     """Round old + slope / pivots of every column, and subtract matrix[i, j] times its step from later slopes."""
     return _rounded(slope, matrix, grid, keep, old, pivots, False)
 
@@ -84,22 +96,26 @@ def group_sums(
     weight: Float[Tensor, "rows groups size"],
     importance: Float[Tensor, "groups size"],
     grid: Integers,
-    summed: bool,
+    with_sums: bool,
 ) -> list[Tensor]:
-    """For each group the sum of h (value - w)^2, and, if `summed`, of h L^2 and h L w, with L = code - zero.
+    """Sum h (value - w)^2 over each group and, if requested, h L^2 and h L w, with L = code - zero.
 
-    h: the importance of a column. grid: its scale and zero are [rows, groups].
+    Args:
+        weight: the weights w.
+        importance: h, of each column.
+        grid: integers; scale and zero are [rows, groups].
+        with_sums: whether to compute the second and third sums.
     """
     weight, importance = weight.contiguous(), importance.contiguous()
     scale, zero = grid.scale.contiguous(), None if grid.zero is None else grid.zero.contiguous()
-    found = [torch.empty_like(scale) for _ in range(3 if summed else 1)]
+    sums = [torch.empty_like(scale) for _ in range(3 if with_sums else 1)]
     rows, groups, size = weight.shape
     assert importance.shape == (groups, size) and scale.shape == (rows, groups)
     assert zero is None or zero.shape == scale.shape
     if gpu_columns.usable(weight):
-        gpu_columns.sum_groups(weight, importance, scale, zero, (grid.lowest, grid.highest), found)
-        return found
-    more = {"squares": pointer(found[1]), "products": pointer(found[2])} if summed else {}
+        gpu_columns.sum_groups(weight, importance, scale, zero, (grid.lowest, grid.highest), sums)
+        return sums
+    outputs = {"squares": pointer(sums[1]), "products": pointer(sums[2])} if with_sums else {}
     _call(
         "compress_sum_groups",
         Groups(
@@ -107,17 +123,17 @@ def group_sums(
             scale=pointer(scale),
             zero=pointer(zero),
             importance=pointer(importance),
-            error=pointer(found[0]),
+            error=pointer(sums[0]),
             rows=rows,
             groups=groups,
             size=size,
             lowest=grid.lowest,
             highest=grid.highest,
             threads=torch.get_num_threads(),
-            **more,
+            **outputs,
         ),
     )
-    return found
+    return sums
 
 
 def _rounded(
@@ -127,22 +143,22 @@ def _rounded(
     keep: Tensor | None,
     old: Tensor | None,
     pivots: Tensor | None,
-    wanted: bool,
-) -> Rounded:
+    with_targets: bool,
+) -> RoundedColumns:
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     state, scale = state.contiguous(), grid.scale.contiguous()
     zero, keep, old, pivots = (None if t is None else t.contiguous() for t in (grid.zero, keep, old, pivots))
     count, rows = state.shape
-    like = (scale, zero) if scale.dim() == 2 else ()
-    assert all(t is None or t.shape == state.shape for t in (keep, old, *like)) and matrix.shape == (count, count)
+    per_column = (scale, zero) if scale.dim() == 2 else ()
+    assert all(t is None or t.shape == state.shape for t in (keep, old, *per_column)) and matrix.shape == (count, count)
     codes, values, moves = (torch.empty_like(state) for _ in range(3))
-    found = Rounded(codes, values, moves, torch.empty_like(state) if wanted else None)
+    rounded = RoundedColumns(codes, values, moves, torch.empty_like(state) if with_targets else None)
     if gpu_columns.usable(state):
         limits = grid.lowest, grid.highest
         gpu_columns.round_columns(
-            state, matrix, scale, zero, keep, old, pivots, limits, codes, values, moves, found.wanted
+            state, matrix, scale, zero, keep, old, pivots, limits, codes, values, moves, rounded.targets
         )
-        return found
+        return rounded
     _call(
         "compress_round_columns",
         Columns(
@@ -153,20 +169,20 @@ def _rounded(
             keep=pointer(keep),
             old=pointer(old),
             pivots=pointer(pivots),
-            codes=pointer(found.codes),
-            values=pointer(found.values),
-            moves=pointer(found.moves),
-            wanted=pointer(found.wanted),
+            codes=pointer(rounded.codes),
+            values=pointer(rounded.values),
+            moves=pointer(rounded.moves),
+            wanted=pointer(rounded.targets),
             rows=rows,
             columns=count,
-            scale_stride=rows if like else 0,
+            scale_stride=rows if per_column else 0,
             matrix_stride=max(matrix.stride(0), count),
             lowest=grid.lowest,
             highest=grid.highest,
             threads=torch.get_num_threads(),
         ),
     )
-    return found
+    return rounded
 
 
 def _call(name: str, structure: ctypes.Structure) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.numerics.linalg import inverse_of_upper
 
-SAMPLE = 1 << 15  # runs that the first k-means sees
+SAMPLE = 1 << 15  # runs that the k-means of a codebook uses
 KMEANS_STEPS = 12
 CHUNK = 1 << 14  # runs whose distances are computed at once
 TINY = 1e-20
@@ -22,9 +22,14 @@ TINY = 1e-20
 
 @dataclass
 class Books:
-    """The state of a layer. weight: [out, in]. hessian: damped, [in, in]. scale: [out].
+    """The state of a layer.
 
-    books: [count, entries, length]. codes: [count, out, runs].
+    Attributes:
+        weight: the weight to approximate.
+        hessian: damped.
+        scale: scale of each row.
+        books: the codebooks.
+        codes: index of the entry of each run in each codebook.
     """
 
     weight: Float[Tensor, "out in"]
@@ -35,32 +40,32 @@ class Books:
 
     @property
     def length(self) -> int:
-        """Weights of a run."""
+        """The number of weights of a run."""
         return self.books.shape[2]
 
     def looked_up(self, books: Float[Tensor, "count entries length"]) -> Float[Tensor, "out in"]:
-        """The weight that the codes give with other books, which is linear in them."""
+        """Return the weight that the codes give with other codebooks; it is linear in them."""
         rows = sum(book[codes] for book, codes in zip(books, self.codes, strict=True))
         assert isinstance(rows, Tensor)
         return rows.flatten(1) * self.scale[:, None]
 
     def error(self) -> float:
-        """tr(E H E^T)."""
-        left = self.weight - self.looked_up(self.books)
-        return float(((left @ self.hessian) * left).sum())
+        """Return tr(E H E^T)."""
+        residual = self.weight - self.looked_up(self.books)
+        return float(((residual @ self.hessian) * residual).sum())
 
     def gathered(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "count entries length"]:
-        """Sum values over the weights of every number in the books: the adjoint of `looked_up`."""
+        """Sum values over the weights of every number in the codebooks: the adjoint of `looked_up`."""
         runs = (values * self.scale[:, None]).reshape(-1, self.length)
-        found = torch.zeros_like(self.books)
-        for book, codes in zip(found, self.codes, strict=True):
+        sums = torch.zeros_like(self.books)
+        for book, codes in zip(sums, self.codes, strict=True):
             book.index_add_(0, codes.reshape(-1), runs)
-        return found
+        return sums
 
     def fit_books(self, steps: int) -> None:
-        """Move the entries for the present codes: conjugate gradients on their least squares."""
-        left = (self.weight - self.looked_up(self.books)) @ self.hessian
-        residual = self.gathered(left)
+        """Fit the entries to the current codes by conjugate gradients on their least squares."""
+        weighted_error = (self.weight - self.looked_up(self.books)) @ self.hessian
+        residual = self.gathered(weighted_error)
         direction, size = residual, residual.square().sum()
         for _ in range(steps):
             change = self.looked_up(direction) @ self.hessian
@@ -68,50 +73,57 @@ class Books:
             step = size / (direction * curved).sum().clamp_(min=TINY)
             self.books = self.books + step * direction
             residual = residual - step * curved
-            before, size = size, residual.square().sum()
+            old_size, size = size, residual.square().sum()
             if float(size) <= TINY:
                 return
-            direction = residual + (size / before) * direction
+            direction = residual + (size / old_size) * direction
 
     def fit_scales(self) -> None:
-        """The best scale of every row for the present codes and books."""
+        """Fit the scale of every row to the current codes and codebooks."""
         plain = self.looked_up(self.books) / self.scale[:, None]
-        weighed = plain @ self.hessian
-        found = (weighed * self.weight).sum(1) / (weighed * plain).sum(1).clamp_(min=TINY)
-        self.scale = torch.where(found > 0, found, self.scale)
+        weighted = plain @ self.hessian
+        best_scale = (weighted * self.weight).sum(1) / (weighted * plain).sum(1).clamp_(min=TINY)
+        self.scale = torch.where(best_scale > 0, best_scale, self.scale)
 
     def fit_codes(self, book: int) -> None:
-        """Choose the codes of one book again, run after run, the other runs and books fixed (coordinate descent)."""
-        left = self.weight - self.looked_up(self.books)  # E
-        weighed = left @ self.hessian  # E H, kept up to date
+        """Choose the codes of one codebook again, run after run, with the other runs and codebooks fixed (coordinate
+        descent).
+        """
+        residual = self.weight - self.looked_up(self.books)  # E
+        weighted = residual @ self.hessian  # E H, kept up to date
         entries = self.books[book]
         squares = self.scale.square()[:, None]
-        for at in range(0, left.shape[1], self.length):
-            run = at // self.length
-            own = self.hessian[at : at + self.length, at : at + self.length]
-            now = entries[self.codes[book, :, run]]
+        for column in range(0, residual.shape[1], self.length):
+            run = column // self.length
+            block = self.hessian[column : column + self.length, column : column + self.length]
+            current = entries[self.codes[book, :, run]]
             # Adding s d to the run changes the error by s^2 d H d - 2 s d (E H); d = entry - now
-            gain = weighed[:, at : at + self.length] * self.scale[:, None] + squares * (now @ own)
-            cost = squares * ((entries @ own) * entries).sum(1)[None] - 2 * gain @ entries.T
+            gain = weighted[:, column : column + self.length] * self.scale[:, None] + squares * (current @ block)
+            cost = squares * ((entries @ block) * entries).sum(1)[None] - 2 * gain @ entries.T
             chosen = cost.argmin(1)
-            moved = (entries[chosen] - now) * self.scale[:, None]
-            weighed -= moved @ self.hessian[at : at + self.length]
+            change = (entries[chosen] - current) * self.scale[:, None]
+            weighted -= change @ self.hessian[column : column + self.length]
             self.codes[book, :, run] = chosen
 
     def sweep(self, factor: Float[Tensor, "in in"]) -> None:
-        """Choose all codes of one book from left to right; later runs compensate the error of a run (GPTVQ).
+        """Choose all codes of one codebook from left to right; later runs compensate the error of a run (GPTVQ).
 
-        factor: U of inv(H) = U^T U. Within a run the error (w - c) inv(U_run) decides.
+        Within a run the error (w - c) inv(U_run) decides.
+
+        Args:
+            factor: U of inv(H) = U^T U.
         """
         weight = self.weight / self.scale[:, None]
-        for at in range(0, weight.shape[1], self.length):
-            here = slice(at, at + self.length)
-            inverse = inverse_of_upper(factor[here, here])
+        for column in range(0, weight.shape[1], self.length):
+            columns = slice(column, column + self.length)
+            inverse = inverse_of_upper(factor[columns, columns])
             entries = self.books[0]
-            values = weight[:, here]
+            values = weight[:, columns]
             chosen = nearest(values @ inverse, entries @ inverse)
-            self.codes[0, :, at // self.length] = chosen
-            weight[:, at + self.length :] -= ((values - entries[chosen]) @ inverse) @ factor[here, at + self.length :]
+            self.codes[0, :, column // self.length] = chosen
+            weight[:, column + self.length :] -= ((values - entries[chosen]) @ inverse) @ factor[
+                columns, column + self.length :
+            ]
 
 
 def start(
@@ -123,29 +135,32 @@ def start(
     count: int,
     seed: int,
 ) -> Books:
-    """Books by k-means of the runs of normalized rows, each further one of what is left, and codes by a sweep."""
+    """Initialize codebooks by k-means of the runs of normalized rows, and codes by a sweep if there is one codebook.
+
+    Each further codebook is fitted to the residual of the previous ones.
+    """
     scale = weight.square().mean(1).sqrt().clamp(min=1e-8)
-    left = (weight / scale[:, None]).reshape(-1, length)
+    residual = (weight / scale[:, None]).reshape(-1, length)
     importance = hessian.diagonal().reshape(-1, length).mean(1).repeat(weight.shape[0])
     generator = torch.Generator().manual_seed(seed)
     books, codes = [], []
     for _ in range(count):
-        chosen = torch.randperm(len(left), generator=generator)[:SAMPLE].to(left.device)
-        book = vector_kmeans(left[chosen], importance[chosen], entries, generator)
-        code = nearest(left, book)
-        left = left - book[code]
+        chosen = torch.randperm(len(residual), generator=generator)[:SAMPLE].to(residual.device)
+        book = vector_kmeans(residual[chosen], importance[chosen], entries, generator)
+        code = nearest(residual, book)
+        residual = residual - book[code]
         books.append(book)
         codes.append(code.reshape(weight.shape[0], -1))
-    found = Books(weight, hessian, scale, torch.stack(books), torch.stack(codes))
+    state = Books(weight, hessian, scale, torch.stack(books), torch.stack(codes))
     if count == 1:
-        found.sweep(factor)
-    return found
+        state.sweep(factor)
+    return state
 
 
 def vector_kmeans(
     points: Float[Tensor, "n length"], weights: Float[Tensor, " n"], entries: int, generator: torch.Generator
 ) -> Float[Tensor, "entries length"]:
-    """Lloyd's iteration from random points; an entry without points moves to the point with the largest error."""
+    """Run Lloyd's iteration from random points; an entry without points moves to the point with the largest error."""
     drawn = torch.randperm(len(points), generator=generator)[:entries].to(points.device)
     centers = points[drawn.repeat(-(-entries // len(drawn)))[:entries]].clone()
     weights = weights.clamp(min=TINY)
@@ -164,13 +179,17 @@ def vector_kmeans(
 
 
 def nearest(points: Float[Tensor, "n length"], centers: Float[Tensor, "entries length"]) -> Int[Tensor, " n"]:
-    """The index of the nearest center of every point."""
+    """Return the index of the nearest center of every point."""
     sizes = centers.square().sum(1) / 2
     return torch.cat([(part @ centers.T).sub_(sizes).argmax(1) for part in points.split(CHUNK)])
 
 
 def alternate(state: Books, rounds: int, steps: int, scales: bool = True) -> list[float]:
-    """Books, scales and codes in turns; returns the error before, and after every round. The last step is of codes."""
+    """Fit codebooks, scales and codes in turn, codes last.
+
+    Returns:
+        The initial error and the error after every round.
+    """
     errors = [state.error()]
     for _ in range(rounds):
         state.fit_books(steps)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def divided(values: Tensor, number: float) -> Tensor:
-    """values / number, each quotient rounded once, so that scales and codes do not depend on the device.
+    """Return values / number, each quotient rounded once, so that scales and codes do not depend on the device.
 
     torch multiplies a tensor on a GPU by the rounded reciprocal of a Python number, which is often one unit in the last
     place off. It divides by a tensor on the GPU. Half precision is divided in float32, as torch does on a CPU.

@@ -29,7 +29,7 @@ SAFETENSORS: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """Dtypes by their names in the headers of safetensors files."""
-SAFETENSORS |= {  # those that newer versions of torch have
+SAFETENSORS |= {  # dtypes of newer versions of torch
     name: getattr(torch, dtype)
     for name, dtype in (("U16", "uint16"), ("U32", "uint32"), ("U64", "uint64"), ("F8_E8M0", "float8_e8m0fnu"))
     if hasattr(torch, dtype)
@@ -46,34 +46,35 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def has_bfloat16_products() -> bool:
-    """Whether the processor multiplies bfloat16 matrices by instructions of its own. Processors other than x86: True.
+    """Whether the processor has instructions that multiply bfloat16 matrices; True for processors other than x86.
 
     Without these instructions torch computes bfloat16 products several times more slowly than those of float32.
     """
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
-        found = capabilities()
-        x86 = found.get("architecture") in ("x86_64", "amd64", "AMD64")
-        return not x86 or bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+        capabilities_found = capabilities()
+        x86 = capabilities_found.get("architecture") in ("x86_64", "amd64", "AMD64")
+        return not x86 or bool(capabilities_found.get("avx512_bf16") or capabilities_found.get("amx_bf16"))
     older = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return all(check is None for check in older) or any(check is not None and check() for check in older)
 
 
 def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of computation for weights in `dtype`: float32 for bfloat16 that the processor computes slowly."""
+    """Return the compute dtype for weights in `dtype`: float32 for bfloat16 that the processor computes slowly."""
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16_products()
     return torch.float32 if slow else dtype
 
 
 def in_slices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of a tensor along its first dimension, of at most `SLICE` numbers where a row has no more."""
+    """Return views of a tensor along its first dimension, of at most `SLICE` numbers unless a row has more."""
     if tensor.numel() <= SLICE:
         return (tensor,)
     return tensor.split(max(1, SLICE * len(tensor) // tensor.numel()))
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a floating tensor rounded to a narrower dtype, in its own; itself if that changes none.
+    """Round the values of a floating tensor to a narrower dtype, in its own dtype; return the tensor itself if none
+    changes.
 
     A slice is rounded at a time, so that a large tensor takes memory for one copy at most.
     """
@@ -82,14 +83,14 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in in_slices(tensor)):
         return tensor
-    found = torch.empty_like(tensor)
-    for to, part in zip(in_slices(found), in_slices(tensor), strict=True):
-        to.copy_(part.to(dtype))
-    return found
+    result = torch.empty_like(tensor)
+    for target, part in zip(in_slices(result), in_slices(tensor), strict=True):
+        target.copy_(part.to(dtype))
+    return result
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, one after the other (uint8).
+    """Return the bytes of a tensor (uint8).
 
     A dimension of one element may have any stride and still count as contiguous, but not as bytes.
     """

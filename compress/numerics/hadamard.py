@@ -20,19 +20,22 @@ DENSE = 64  # factors of 2 are multiplied to dense ones of at most this order: t
 
 @cache
 def factors(order: int) -> tuple[int, ...] | None:
-    """Orders of Sylvester and Paley matrices whose product is `order`, with the least sum; None if there are none.
+    """Return orders of Sylvester and Paley matrices whose product is `order`, with the least sum.
 
     The sum is the number of multiplications per element of `transformed`. Factors of 2 come last.
+
+    Returns:
+        The orders; None if there are none.
     """
     if order in (1, 2):
         return () if order == 1 else (2,)
     if order < 1 or order % 4:
         return None
-    whole = [(order,)] if _paley(order) is not None else []
-    for first in (n for n in range(2, order // 2 + 1) if order % n == 0 and (n == 2 or _paley(n) is not None)):
-        rest = factors(order // first)
-        whole += [] if rest is None else [tuple(sorted((first, *rest), reverse=True))]
-    return min(whole, key=lambda found: (sum(found), len(found)), default=None)
+    candidates = [(order,)] if _paley(order) is not None else []
+    for factor in (n for n in range(2, order // 2 + 1) if order % n == 0 and (n == 2 or _paley(n) is not None)):
+        remaining_factors = factors(order // factor)
+        candidates += [] if remaining_factors is None else [tuple(sorted((factor, *remaining_factors), reverse=True))]
+    return min(candidates, key=lambda orders: (sum(orders), len(orders)), default=None)
 
 
 def exists(order: int) -> bool:
@@ -42,12 +45,12 @@ def exists(order: int) -> bool:
 
 @cache
 def largest_block(width: int) -> int:
-    """The largest order that divides the width."""
+    """Return the largest order that divides the width."""
     return max(n for n in range(1, width + 1) if width % n == 0 and exists(n))
 
 
 def neighbours(width: int) -> tuple[int, int]:
-    """The next orders below and above the width."""
+    """Return the next orders below and above the width."""
     return next(n for n in range(width - 1, 0, -1) if exists(n)), next(
         n for n in range(width + 1, 2 * width + 5) if exists(n)
     )
@@ -55,7 +58,10 @@ def neighbours(width: int) -> tuple[int, int]:
 
 @cache
 def _paley(order: int) -> tuple[int, int] | None:
-    """(construction, q) for an order of Paley's, or None. Construction I needs q = 3 mod 4, construction II 1 mod 4."""
+    """Return (construction, q) of a Paley matrix of this order; None if there is none.
+
+    Construction I needs q = 3 mod 4, construction II q = 1 mod 4.
+    """
     if order < 12 or order % 4 or order & (order - 1) == 0:  # powers of 2 are Sylvester's
         return None
     if is_prime_power(order - 1):
@@ -65,38 +71,39 @@ def _paley(order: int) -> tuple[int, int] | None:
 
 @cache
 def is_prime_power(number: int) -> bool:
-    """Whether the number is a power of one prime."""
+    """Whether the number is a power of a prime."""
     return number > 1 and len(_prime_factors(number)) == 1
 
 
 def _prime_factors(number: int) -> set[int]:
-    found, divisor = set(), 2
+    primes, divisor = set(), 2
     while divisor * divisor <= number:
         while number % divisor == 0:
-            found.add(divisor)
+            primes.add(divisor)
             number //= divisor
         divisor += 1
-    return found | ({number} if number > 1 else set())
+    return primes | ({number} if number > 1 else set())
 
 
 def hadamard(order: int) -> Int[Tensor, "order order"]:
-    """A Hadamard matrix in int8: H H^T = order * I.
+    """Build a Hadamard matrix in int8: H H^T = order * I.
 
-    Raises ValueError for an order that cannot be built here.
+    Raises:
+        ValueError: if no matrix of this order can be built here.
     """
     parts = factors(order)
     if parts is None:
         below, above = neighbours(order)
         raise ValueError(f"no Hadamard matrix of order {order} is known here; the next orders are {below} and {above}")
-    found = torch.ones(1, 1, dtype=torch.int8, device="cpu")
+    matrix = torch.ones(1, 1, dtype=torch.int8, device="cpu")
     for part in parts:
-        found = torch.kron(found, _one(part))
-    return found
+        matrix = torch.kron(matrix, _one(part))
+    return matrix
 
 
 @cache
 def _one(order: int) -> Int[Tensor, "order order"]:
-    """The matrix of order 2, or one of Paley's."""
+    """Return the matrix of order 2, or a Paley matrix."""
     if order == 2:
         return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
     kind = _paley(order)
@@ -113,9 +120,10 @@ def _one(order: int) -> Int[Tensor, "order order"]:
 
 
 def jacobsthal(q: int) -> Int[Tensor, "q q"]:
-    """Q_ij = chi(a_i - a_j) over the elements a of the field of q elements: 1 for squares, -1 for others, 0 for 0.
+    """Build Q_ij = chi(a_i - a_j) over the elements a of the field of q elements.
 
-    An element is the tuple of its coefficients modulo the prime, as a number in base p.
+    chi is 1 for squares, 0 for 0, and -1 otherwise. An element is the tuple of its coefficients modulo the prime, as a
+    number in base p.
     """
     (prime,) = _prime_factors(q)
     degree = round(math.log(q, prime))
@@ -127,28 +135,28 @@ def jacobsthal(q: int) -> Int[Tensor, "q q"]:
 
 
 def _powers(prime: int, degree: int) -> list[int]:
-    """The powers 0 to q - 2 of a generator of the field's multiplicative group, as numbers in base p.
+    """Return the powers 0 to q - 2 of a generator of the field's multiplicative group, as numbers in base p.
 
     The generator is the root x of a primitive polynomial x^k = c_0 + c_1 x + ...: the first one whose powers are q - 1
     different elements.
     """
     count = prime**degree - 1
     for taps in product(range(prime), repeat=degree):
-        element, seen = [1] + [0] * (degree - 1), []
-        while len(seen) < count:
-            seen.append(sum(digit * prime**i for i, digit in enumerate(element)))
+        element, powers = [1] + [0] * (degree - 1), []
+        while len(powers) < count:
+            powers.append(sum(digit * prime**i for i, digit in enumerate(element)))
             top = element[-1]  # times x: shift, and replace x^k
             element = [(low + top * tap) % prime for low, tap in zip([0, *element[:-1]], taps, strict=True)]
             if sum(digit * prime**i for i, digit in enumerate(element)) in (0, 1):
                 break
-        if len(seen) == count and element == [1] + [0] * (degree - 1):
-            return seen
+        if len(powers) == count and element == [1] + [0] * (degree - 1):
+            return powers
     raise AssertionError(f"the field of {prime}^{degree} elements has a generator")
 
 
 @cache
 def _dense_factors(order: int) -> tuple[int, ...]:
-    """The factors with those of 2 multiplied to orders of at most `DENSE`, evenly."""
+    """Return the factors, with those of 2 multiplied evenly to orders of at most `DENSE`."""
     parts = factors(order)
     if parts is None:
         hadamard(order)  # raises
@@ -161,44 +169,57 @@ def _dense_factors(order: int) -> tuple[int, ...]:
 
 @cache
 def _orthonormal(order: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "order order"]:
-    """A small Hadamard matrix over the root of its order; no inference tensor, since training may use it later."""
+    """Return a small Hadamard matrix over the root of its order.
+
+    It is no inference tensor, since training may use it later.
+    """
     with torch.inference_mode(False):
         return (hadamard(order).to(dtype) / math.sqrt(order)).to(device)  # a GPU would multiply by the reciprocal
 
 
 def transformed(x: Float[Tensor, "*batch in"], order: int, inverse: bool = False) -> Float[Tensor, "*batch in"]:
-    """Multiply every run of `order` channels by the orthonormal Hadamard matrix: x H / sqrt(order); inverse: x H^T.
+    """Multiply every run of `order` channels by the orthonormal Hadamard matrix: x H / sqrt(order).
 
-    The result has the dtype of x. A Kronecker product acts on one axis after the other, so n channels take n times the
-    sum of the factors in multiplications instead of n^2 (the fast Walsh-Hadamard transform with larger steps).
-    Raises ValueError for an order that cannot be built here.
+    A Kronecker product acts on one axis after the other, so n channels take n times the sum of the factors in
+    multiplications instead of n^2 (the fast Walsh-Hadamard transform with larger steps).
+
+    Args:
+        x: the values; `order` divides their width.
+        order: number of channels of a block.
+        inverse: whether to multiply by H^T.
+
+    Returns:
+        The transformed values, in the dtype of x.
+
+    Raises:
+        ValueError: if no matrix of this order can be built here.
     """
     parts = _dense_factors(order)
     assert x.shape[-1] % order == 0, "blocks must divide the width"
-    found, after = x.reshape(-1, order), order
+    result, remaining_order = x.reshape(-1, order), order
     for part in parts:
         matrix = _orthonormal(part, x.dtype, x.device)
-        matrix, after = matrix.T if inverse else matrix, after // part
-        split = found.reshape(-1, part, after)
-        found = split[..., 0] @ matrix if after == 1 else matrix.T @ split
-    return found.reshape(x.shape)
+        matrix, remaining_order = matrix.T if inverse else matrix, remaining_order // part
+        split = result.reshape(-1, part, remaining_order)
+        result = split[..., 0] @ matrix if remaining_order == 1 else matrix.T @ split
+    return result.reshape(x.shape)
 
 
 def signs_of(width: int, seed: int) -> Int[Tensor, " width"]:
-    """Random signs in int8, for a randomized Hadamard matrix (QuaRot, section 3): diag(signs) H."""
+    """Draw random signs in int8 for a randomized Hadamard matrix (QuaRot, section 3): diag(signs) H."""
     draw = torch.Generator().manual_seed(seed)
     return (2 * torch.randint(0, 2, (width,), generator=draw) - 1).to(torch.int8)
 
 
 def random_orthogonal(width: int, seed: int) -> Float[Tensor, "width width"]:
-    """An orthogonal matrix in float64, uniformly distributed: Q of a Gaussian matrix, with the signs of diag(R)."""
+    """Draw a uniformly distributed orthogonal matrix in float64: Q of a Gaussian matrix, with the signs of diag(R)."""
     draw = torch.Generator().manual_seed(seed)
     q, r = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64, generator=draw))
     return q * r.diagonal().sign()
 
 
 def randomized(width: int, seed: int) -> Float[Tensor, "width width"]:
-    """diag(signs) H / sqrt(width) in float64; a random orthogonal matrix for a width without a Hadamard matrix."""
+    """Return diag(signs) H / sqrt(width) in float64, or a random orthogonal matrix if no Hadamard matrix exists."""
     if not exists(width):
         return random_orthogonal(width, seed)
     return signs_of(width, seed)[:, None] * hadamard(width).double() / math.sqrt(width)

@@ -14,7 +14,13 @@ SAMPLE = 1 << 16  # numbers that are counted of each tensor, evenly spaced
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of values in `BINS` equal bins from -limit to limit. limit: the largest magnitude before and after."""
+    """Counts of values in `BINS` equal bins from -limit to limit.
+
+    Attributes:
+        limit: largest magnitude before and after the change.
+        before: counts before the change.
+        after: counts after the change.
+    """
 
     limit: float
     before: list[int]
@@ -28,19 +34,26 @@ class Histogram:
 
 @dataclass(frozen=True)
 class LayerHistograms:
-    """Histograms of a layer's weights, and of its inputs as the weights are multiplied by them; None without tokens."""
+    """Histograms of a layer's weights, and of the inputs that its weights multiply.
+
+    Attributes:
+        weights: None if a value is not finite.
+        inputs: None without tokens.
+    """
 
     weights: Histogram | None
     inputs: Histogram | None
 
 
-def histogram(before: Tensor, after: Tensor) -> Histogram | None:
-    """Count at most `SAMPLE` values of each tensor; None where a value is not finite."""
-    sizes = [float(torch.stack(values.aminmax()).abs().max()) for values in (before, after)]  # abs() copies a tensor
+def histogram(original: Tensor, changed: Tensor) -> Histogram | None:
+    """Count at most `SAMPLE` values of each tensor; return None if a value is not finite."""
+    sizes = [
+        float(torch.stack(values.aminmax()).abs().max()) for values in (original, changed)
+    ]  # abs() copies a tensor
     if not all(map(math.isfinite, sizes)):
         return None
     limit = max(sizes) or 1.0
-    return Histogram(limit, _counts(before, limit), _counts(after, limit))
+    return Histogram(limit, _counts(original, limit), _counts(changed, limit))
 
 
 def _counts(values: Tensor, limit: float) -> list[int]:

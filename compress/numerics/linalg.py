@@ -16,15 +16,17 @@ RETRIES = 4
 SHRINKAGE = 0.1  # measured best of 0 to 0.2 on text of the calibration text's kind (eval/LOG.md)
 SMALL = 128  # triangular matrices up to this width are inverted in one call; measured best of 64, 128, 256
 SINGULAR = 8.0  # rounding errors: a smaller pivot, relative to its diagonal entry, is that of a singular matrix
-GPU_SMALL = 1024  # the same on a GPU, where small products take the time of their launches
+GPU_SMALL = 1024  # width on a GPU, where launches dominate small products
 
 
 @dataclass(frozen=True)
 class Regularization:
-    """What keeps a solution from fitting a few calibration tokens: H' = (1 - s) H + s diag(H) + d mean(diag H) I.
+    """Regularization against overfitting of few calibration tokens: H' = (1 - s) H + s diag(H) + d mean(diag H) I.
 
-    damping: d > 0, relative to the mean of the diagonal (GPTQ, Frantar 2022, section 3.3, step 3). shrinkage: s, from 0
-    to below 1, of the correlations between channels; variances stay (Schaefer and Strimmer 2005, target D).
+    Attributes:
+        damping: d > 0, relative to the mean of the diagonal (GPTQ, Frantar 2022, section 3.3, step 3).
+        shrinkage: s, from 0 to below 1, of the correlations between channels; variances do not change (Schaefer and
+            Strimmer 2005, target D).
     """
 
     damping: float = DAMPING
@@ -32,7 +34,7 @@ class Regularization:
 
 
 def shrink_(hessian: Float[Tensor, "n n"], shrinkage: float) -> Float[Tensor, "n n"]:
-    """Multiply the entries beside the diagonal by 1 - shrinkage, in place."""
+    """Multiply the entries outside of the diagonal by 1 - shrinkage, in place."""
     if shrinkage:
         diagonal = hessian.diagonal().clone()
         hessian.mul_(1 - shrinkage).diagonal().copy_(diagonal)
@@ -40,17 +42,24 @@ def shrink_(hessian: Float[Tensor, "n n"], shrinkage: float) -> Float[Tensor, "n
 
 
 def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float[Tensor, "n n"], float]:
-    """(U, damping used): the upper Cholesky factor U of the inverse, inv(H + damping * mean(diag H) * I) = U^T U.
+    """Compute the upper Cholesky factor U of the inverse: inv(H + damping * mean(diag H) * I) = U^T U.
 
     The mean is that of the channels that are not dead (zero on the diagonal): they would lower it, and with it the
     damping of the others. GPTQ (Frantar 2022), section 3.3, step 3. A dead channel, whose row and column are zero, gets
     a small diagonal, `DAMPING` of the mean: it neither gives nor receives compensation, and pruning takes it first.
 
-    Each damping is tried in float32, then in float64. While the matrix is not
-    positive definite, the damping is multiplied by ten. The damping that worked is returned, so that the caller can
-    report it.
+    Each damping is tried in float32, then in float64. While the matrix is not positive definite, the damping is
+    multiplied by ten.
 
-    Raises NumericError when the matrix is not finite, or when 10^4 times the given damping does not suffice.
+    Args:
+        hessian: H.
+        damping: relative to the mean of the diagonal.
+
+    Returns:
+        (U, the damping that worked).
+
+    Raises:
+        NumericError: if the matrix is not finite, or if 10^4 times the damping does not suffice.
     """
     if not bool(torch.isfinite(hessian).all()):
         raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
@@ -68,13 +77,13 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
 
 
 def damped(hessian: Float[Tensor, "n n"], damping: float) -> Float[Tensor, "n n"]:
-    """The matrix whose inverse `inverse_factor` factors, a new tensor."""
+    """Return the matrix whose inverse `inverse_factor` factors, a new tensor."""
     hessian, mean = _alive(hessian)
     return hessian + torch.diag((damping * mean).expand(len(hessian)))
 
 
 def _alive(hessian: Float[Tensor, "n n"]) -> tuple[Float[Tensor, "n n"], Float[Tensor, ""]]:
-    """(the matrix with a small diagonal for dead channels, the mean of the diagonal of the other channels)."""
+    """Return the matrix with a small diagonal for dead channels, and the mean of the diagonal of the other channels."""
     mean, dead = hessian.diagonal().mean(), hessian.diagonal() == 0
     if bool(dead.any()) and not bool(dead.all()):
         mean = hessian.diagonal()[~dead].mean()
@@ -83,7 +92,7 @@ def _alive(hessian: Float[Tensor, "n n"]) -> tuple[Float[Tensor, "n n"], Float[T
 
 
 def factor_bytes(width: int) -> int:
-    """Peak memory of `inverse_factor` for an [n, n] float32 matrix, that matrix included: 4.5 times its size.
+    """Return the peak memory of `inverse_factor` in bytes, with its float32 matrix: 4.5 times the size of the matrix.
 
     Matrix, damped matrix, flipped Cholesky factor, its inverse, and blocks of the inverse.
     """
@@ -91,7 +100,7 @@ def factor_bytes(width: int) -> int:
 
 
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
-    """Upper Cholesky factor of the inverse, or None when the factorization fails or is not finite.
+    """Compute the upper Cholesky factor of the inverse; None if the factorization fails or is not finite.
 
     The matrix is factored from the last row up, H = R R^T with R upper; then inv(H) = U^T U with U = inv(R). This
     avoids computing inv(H) itself and factoring it.
@@ -106,7 +115,7 @@ def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
 
 
 def inverse_of_upper(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """The inverse of an upper triangular matrix, by halves: a third of the work of solving for the identity."""
+    """Invert an upper triangular matrix by halves: a third of the work of solving for the identity."""
     size = matrix.shape[0]
     if size <= (GPU_SMALL if matrix.device.type == "cuda" else SMALL):
         eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
@@ -114,14 +123,14 @@ def inverse_of_upper(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     half = size // 2
     # inv([[A, B], [0, D]]) = [[inv(A), -inv(A) B inv(D)], [0, inv(D)]]
     inverse = torch.zeros_like(matrix)
-    first = inverse[:half, :half] = inverse_of_upper(matrix[:half, :half])
-    last = inverse[half:, half:] = inverse_of_upper(matrix[half:, half:])
-    inverse[:half, half:] = (first @ matrix[:half, half:]).neg_() @ last
+    upper_left = inverse[:half, :half] = inverse_of_upper(matrix[:half, :half])
+    lower_right = inverse[half:, half:] = inverse_of_upper(matrix[half:, half:])
+    inverse[:half, half:] = (upper_left @ matrix[:half, half:]).neg_() @ lower_right
     return inverse
 
 
 def solve_positive(
-    matrices: Float[Tensor, "*batch n n"], wanted: Float[Tensor, "*batch n k"]
+    matrices: Float[Tensor, "*batch n n"], right_side: Float[Tensor, "*batch n k"]
 ) -> tuple[Float[Tensor, "*batch n k"], Bool[Tensor, "*batch"]]:
     """Solve M x = b for symmetric positive definite matrices, by their Cholesky factors.
 
@@ -129,19 +138,22 @@ def solve_positive(
     https://github.com/pytorch/pytorch/issues/142815
 
     Returns:
-        (x, solved). solved: False for a matrix that is not positive definite up to rounding errors, whose x has no
-        meaning.
+        (x, is_solved). `is_solved` is False for a matrix that is not positive definite up to rounding errors; its x has
+        no meaning.
     """
     lower, info = torch.linalg.cholesky_ex(matrices)
     pivots, diagonal = lower.diagonal(dim1=-2, dim2=-1).square(), matrices.diagonal(dim1=-2, dim2=-1)
-    regular = (pivots > SINGULAR * torch.finfo(matrices.dtype).eps * diagonal).all(-1)
-    return torch.cholesky_solve(wanted, lower), (info == 0) & regular
+    is_regular = (pivots > SINGULAR * torch.finfo(matrices.dtype).eps * diagonal).all(-1)
+    return torch.cholesky_solve(right_side, lower), (info == 0) & is_regular
 
 
-def solve_general(matrix: Float[Tensor, "n n"], wanted: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """Solve M x = b for one matrix, by its LU factors; batches are refused, for the reason that `solve_positive` tells.
+def solve_general(matrix: Float[Tensor, "n n"], right_side: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """Solve M x = b for one matrix, by its LU factors.
 
-    Raises torch.linalg.LinAlgError when the matrix is singular.
+    Batches are refused, for the reason that `solve_positive` gives.
+
+    Raises:
+        torch.linalg.LinAlgError: if the matrix is singular.
     """
     assert matrix.ndim == 2, "a batch of LU factors can be wrong"
-    return torch.linalg.solve(matrix, wanted)
+    return torch.linalg.solve(matrix, right_side)

@@ -26,7 +26,7 @@ glibc maps blocks of more than 32 MB anew in every call, and the kernel zeroes t
 
 
 def rows_of_chunk(vocabulary: int) -> int:
-    """The number of tokens in a chunk."""
+    """Return the number of tokens in a chunk."""
     return max(1, CHUNK // vocabulary)
 
 
@@ -34,9 +34,11 @@ def rows_of_chunk(vocabulary: int) -> int:
 class SoftTargets:
     """The teacher's distribution for each token.
 
-    log_probs: log p of all tokens of the vocabulary, or of the tokens in `index`. index: the most likely tokens; None:
-    all tokens, in order. log_rest: log of the total probability of all other tokens. text: log p, at temperature 1, of
-    the next token of the text; infinite where there is no next token.
+    Attributes:
+        log_probs: log p of all tokens of the vocabulary, or of the tokens in `index`.
+        index: the most likely tokens; None: all tokens, in order.
+        log_rest: log of the total probability of all other tokens.
+        text: log p, at temperature 1, of the next token of the text; infinite if there is no next token.
     """
 
     log_probs: Float[Tensor, "tokens cells"]
@@ -44,10 +46,14 @@ class SoftTargets:
     log_rest: Float[Tensor, " tokens"] | None = None
     text: Float[Tensor, " tokens"] | None = None
 
-    def part(self, at: slice) -> SoftTargets:
-        """The targets of a slice of the tokens."""
-        index, rest = self.index, self.log_rest
-        return SoftTargets(self.log_probs[at], None if index is None else index[at], None if rest is None else rest[at])
+    def part(self, tokens: slice) -> SoftTargets:
+        """Return the targets of a slice of the tokens."""
+        index, log_rest = self.index, self.log_rest
+        return SoftTargets(
+            self.log_probs[tokens],
+            None if index is None else index[tokens],
+            None if log_rest is None else log_rest[tokens],
+        )
 
     @property
     def cells(self) -> Float[Tensor, "tokens cells"]:
@@ -56,7 +62,7 @@ class SoftTargets:
 
 
 def soft_targets(logits: Float[Tensor, "tokens vocabulary"], temperature: float, top_k: int | None) -> SoftTargets:
-    """softmax(logits / temperature), reduced to the `top_k` most likely tokens and the rest."""
+    """Return softmax(logits / temperature), reduced to the `top_k` most likely tokens and one cell for all others."""
     scaled = logits.float() / temperature
     if top_k is None or top_k >= logits.shape[-1]:
         return SoftTargets(scaled.log_softmax(-1))
@@ -66,10 +72,10 @@ def soft_targets(logits: Float[Tensor, "tokens vocabulary"], temperature: float,
 
 
 def _cells(scaled: Float[Tensor, "tokens vocabulary"], index: Int[Tensor, "tokens k"]) -> Float[Tensor, "tokens cells"]:
-    """Log probabilities of the tokens in `index`, then of all other tokens together."""
+    """Return log probabilities of the tokens in `index`, then of all other tokens together."""
     index = index.long()
-    rest = scaled.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([scaled.gather(-1, index), rest], dim=1).log_softmax(-1)
+    log_rest = scaled.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([scaled.gather(-1, index), log_rest], dim=1).log_softmax(-1)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -101,18 +107,23 @@ DIVERGENCES: dict[DivergenceName, Callable[[Tensor, Tensor], Tensor]] = {
 def divergence(
     kind: DivergenceName, logits: Float[Tensor, "tokens vocabulary"], targets: SoftTargets, temperature: float
 ) -> Float[Tensor, " tokens"]:
-    """The divergence of softmax(logits / temperature) from the targets, per token."""
+    """Return the divergence of softmax(logits / temperature) from the targets, per token."""
     scaled = logits.float() / temperature
     log_q = scaled.log_softmax(-1) if targets.index is None else _cells(scaled, targets.index)
     return DIVERGENCES[kind](targets.cells, log_q)
 
 
 def token_weights(text: Float[Tensor, " tokens"], temperature: float, sequences: int = 1) -> Float[Tensor, " tokens"]:
-    """Token weights that sum to 1, proportional to exp(c / temperature) in each of some sequences of equal length.
+    """Return token weights that sum to 1, proportional to exp(c / temperature) in each sequence.
 
     c is the teacher's cross-entropy. A token that the teacher predicts with confidence is learned early and is
     overfitted at the cost of the others (TSLD, Kim 2023, arXiv 2308.06744). Every sequence has the same weight, as in
-    the authors' code. text: as in `SoftTargets`; tokens without a next token have weight 0.
+    the authors' code.
+
+    Args:
+        text: as in `SoftTargets`; tokens without a next token have weight 0.
+        temperature: of the weights.
+        sequences: number of sequences of equal length.
     """
     return (-text.view(sequences, -1) / temperature).softmax(1).flatten() / sequences
 
@@ -153,12 +164,18 @@ def distillation_loss(
     weights: Float[Tensor, " tokens"] | None = None,
     chunk: int | None = None,
 ) -> Float[Tensor, ""]:
-    """temperature^2 times the weighted mean of the divergence over tokens; `weights` sum to 1 (None: uniform).
-
-    chunk: tokens that are computed at a time; None: `rows_of_chunk`.
+    """Return temperature^2 times the weighted mean of the divergence over tokens.
 
     The factor temperature^2 keeps the magnitude of the gradient about the same at every temperature (Hinton 2015,
     section 2).
+
+    Args:
+        kind: the divergence.
+        logits: of the student.
+        targets: of the teacher.
+        temperature: of both distributions.
+        weights: weights of the tokens, which sum to 1; None: uniform.
+        chunk: tokens that are computed at once; None: `rows_of_chunk`.
     """
     count = len(logits)
 
@@ -171,7 +188,7 @@ def distillation_loss(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected||, in float32; 0 when both are zero."""
+    """Return ||actual - expected|| / ||expected|| in float32; 0 if both are zero."""
     difference = torch.linalg.vector_norm(actual.float() - expected.float())
     size = torch.linalg.vector_norm(expected.float())
     return float(difference / size) if float(size) > 0 else float(difference)

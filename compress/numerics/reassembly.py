@@ -10,12 +10,12 @@ NEIGHBOURS = 16  # nearest partners of a channel that are considered
 
 
 def sub_channels(absmax: Float[Tensor, " in"], threshold: float) -> Int[Tensor, " in"]:
-    """The number of sub-channels of each channel: T_i = ceil(max|X_i| / threshold), at least 1."""
+    """Return the number of sub-channels of each channel: T_i = ceil(max|X_i| / threshold), at least 1."""
     return torch.ceil(absmax / threshold).clamp(min=1).long()
 
 
 def merging_errors(rows: Float[Tensor, "tokens in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "half half"]:
-    """||(x_i - x_j) (w_i - w_j) / 2||_F^2 for even channels i and odd channels j: what merging them changes.
+    """Return ||(x_i - x_j) (w_i - w_j) / 2||_F^2, the error of merging even channels i with odd channels j.
 
     w_i x_i + w_j x_j becomes (w_i + w_j) (x_i + x_j) / 2; the difference is (w_i - w_j) (x_i - x_j) / 2.
     """
@@ -24,24 +24,31 @@ def merging_errors(rows: Float[Tensor, "tokens in"], weight: Float[Tensor, "out 
 
 
 def similar_pairs(
-    errors: Float[Tensor, "half half"], spared: Bool[Tensor, " in"], count: int
+    errors: Float[Tensor, "half half"], excluded: Bool[Tensor, " in"], count: int
 ) -> Int[Tensor, "pairs 2"] | None:
-    """`count` pairs (even channel, odd channel) of the least error, each channel in one pair; None if there are fewer.
+    """Choose pairs (even channel, odd channel) of the least error, each channel in at most one pair.
 
     Bipartite soft matching merges several even channels into one odd channel; here each channel is merged once.
-    spared: channels that stay, because they are split.
+
+    Args:
+        errors: `merging_errors`.
+        excluded: True for channels that may not be merged, because they are split.
+        count: number of pairs.
+
+    Returns:
+        The pairs; None if there are fewer than `count`.
     """
-    allowed = errors.masked_fill(spared[::2, None] | spared[None, 1::2], torch.inf)
-    near = min(NEIGHBOURS, allowed.shape[1])
-    least, partner = allowed.topk(near, dim=1, largest=False)
-    order = least.flatten().argsort(stable=True)
-    found: list[tuple[int, int]] = []
-    taken: set[int] = set()
-    for at in order.tolist():
-        even, odd = 2 * (at // near), 2 * int(partner.flatten()[at]) + 1
-        if len(found) == count or torch.isinf(least.flatten()[at]):
+    allowed = errors.masked_fill(excluded[::2, None] | excluded[None, 1::2], torch.inf)
+    neighbours = min(NEIGHBOURS, allowed.shape[1])
+    errors_of_nearest, partner = allowed.topk(neighbours, dim=1, largest=False)
+    order = errors_of_nearest.flatten().argsort(stable=True)
+    pairs: list[tuple[int, int]] = []
+    paired_channels: set[int] = set()
+    for index in order.tolist():
+        even, odd = 2 * (index // neighbours), 2 * int(partner.flatten()[index]) + 1
+        if len(pairs) == count or torch.isinf(errors_of_nearest.flatten()[index]):
             break
-        if even not in taken and odd not in taken:
-            found.append((even, odd))
-            taken |= {even, odd}
-    return torch.tensor(found, dtype=torch.int64).reshape(-1, 2) if len(found) == count else None
+        if even not in paired_channels and odd not in paired_channels:
+            pairs.append((even, odd))
+            paired_channels |= {even, odd}
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2) if len(pairs) == count else None

@@ -19,7 +19,7 @@ from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing
 from compress.models.structure.ends import End, find_ends
-from compress.numerics.sparse.positions import SparsePolicy, Sparsity
+from compress.numerics.sparse.positions import SparseLayout, SparsePolicy
 from compress.passes.contract.context import device_of
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
@@ -132,7 +132,7 @@ def planned_scheme(
     start: LayerScheme,
     storage: torch.dtype,
     policy: SparsePolicy,
-    found: Sequence[Sparsity] = (),
+    found: Sequence[SparseLayout] = (),
     most: bool = False,
 ) -> LayerScheme:
     """The final storage scheme of a layer, as far as it is known before the run.

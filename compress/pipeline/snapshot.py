@@ -29,7 +29,7 @@ from compress.models.reshape.reconfigure import build, replace_in_place, shapes,
 from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import compressed_ends, put_end, tie
 from compress.models.tensors import assign
-from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.numerics.sparse.positions import PackedMask, SparseLayout
 
 OUTSIDE = "outside"
 """The name of the part with all tensors outside of blocks."""
@@ -176,7 +176,7 @@ def _layer_from(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Com
     parts, transforms = scheme.read(tensors)
     layer = CompressedLinear(parts, tensors.get("bias"), values["transposed"])
     if "kept" in values:
-        layer.put(parts, Kept(tensors["mask"], Sparsity(values["kept"]), scheme.shape).mask())
+        layer.put(parts, PackedMask(tensors["mask"], SparseLayout(values["kept"]), scheme.shape).mask())
     layer.read(layer.all_parts, transforms)
     return layer
 

@@ -33,7 +33,7 @@ from compress.layers.parts.sparse import SparsePart
 from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import GroupSize, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 ROUNDS, WARM = 15, 3  # replays that are timed, and replays before them
 CACHE = 256 << 20  # bytes, more than the cache of any GPU: the weights of the calls of a graph
@@ -120,7 +120,7 @@ def part_of(weight: torch.Tensor, scheme: str) -> tuple[WeightPart, InputRoundin
     if scheme == "2:4":
         mask = torch.zeros_like(weight, dtype=torch.bool)
         mask.unflatten(1, (-1, 4)).scatter_(2, weight.abs().unflatten(1, (-1, 4)).topk(2).indices, True)
-        return SparsePart.of(DensePart.of((weight * mask).bfloat16()), Kept.of(mask, (2, 4))), None
+        return SparsePart.of(DensePart.of((weight * mask).bfloat16()), PackedMask.of(mask, (2, 4))), None
     grid, group, symmetric, inputs = SCHEMES[scheme]
     part = CodesPart.of(quantize(weight, GRIDS[grid], group, symmetric)).in_storage(torch.bfloat16)
     return part, InputRounding.of(GRIDS[inputs]) if inputs else None

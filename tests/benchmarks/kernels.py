@@ -54,7 +54,7 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.gaussian_codes import first_table
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.lattice import count_bytes
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 ROUNDS, SECONDS = 30, 0.4  # calls of each at most, and the time that they may take
 FEW = 8  # rows of inputs up to which reading the weight may take longest
@@ -240,7 +240,7 @@ def halves_of(weight: torch.Tensor) -> WeightPart:
     mask = torch.zeros_like(weight, dtype=torch.bool)
     fours = weight.abs().unflatten(1, (-1, 4))
     mask.unflatten(1, (-1, 4)).scatter_(2, fours.topk(2).indices, True)
-    return SparsePart.of(DensePart.of((weight * mask).bfloat16()), Kept.of(mask, (2, 4)))
+    return SparsePart.of(DensePart.of((weight * mask).bfloat16()), PackedMask.of(mask, (2, 4)))
 
 
 def pairs_of(weight: torch.Tensor) -> WeightPart:

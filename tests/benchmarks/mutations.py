@@ -42,15 +42,15 @@ MUTATIONS = (
     ),
     Mutation(
         "compress/numerics/column_sweep.py",
-        "row * ((new - values[each, chosen]) / pivot)[:, None]",
-        "row * ((new - values[each, chosen]) * pivot)[:, None]",
+        "row * ((new_values - values[row_index, chosen]) / pivot)[:, None]",
+        "row * ((new_values - values[row_index, chosen]) * pivot)[:, None]",
         "numerics/test_column_sweep.py passes/test_obq.py",
         "OBQ multiplies the error by the pivot",
     ),
     Mutation(
         "compress/numerics/linalg.py",
-        "(first @ matrix[:half, half:]).neg_() @ last",
-        "(first @ matrix[:half, half:]) @ last",
+        "(upper_left @ matrix[:half, half:]).neg_() @ lower_right",
+        "(upper_left @ matrix[:half, half:]) @ lower_right",
         "numerics/test_linalg.py",
         "the corner of a triangular inverse loses its sign",
     ),
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "compress/numerics/sparse/masks.py",
-        "equal &= place <= room",
+        "is_equal &= rank <= room",
         "equal &= place < room",
         "numerics/sparse/test_masks.py",
         "one weight of those that tie is lost",

@@ -21,7 +21,7 @@ from compress.native.library import instruction_set, library
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -172,7 +172,7 @@ def test_integers_with_scales_of_either_sign(chosen, grid, rounded):
 @pytest.mark.parametrize("grid", ["uint4", "uint4_k"])
 def test_kept_weights_alone_are_not_for_grids_with_minima(grid):
     part = CodesPart.of(quantize(random(50, 256), GRIDS[grid], 32, False))
-    sparse = SparsePart.of(part, Kept.of(torch.ones(50, 256, dtype=torch.bool), None))
+    sparse = SparsePart.of(part, PackedMask.of(torch.ones(50, 256, dtype=torch.bool), None))
     assert not KERNEL.supports(sparse, random(1, 256), None)
 
 
@@ -197,7 +197,7 @@ def test_kept_weights_alone(chosen, pattern, grid, symmetric):
         -1, -1, 4
     ).flatten(1)
     part = CodesPart.of(quantize(weight * mask, GRIDS[grid], GRIDS[grid].group_size or 32, symmetric, mask=mask))
-    sparse = SparsePart.of(part, Kept.of(mask, (2, 4) if pattern == "2:4" else None))
+    sparse = SparsePart.of(part, PackedMask.of(mask, (2, 4) if pattern == "2:4" else None))
     x = random(5, 96, seed=1)
     assert KERNEL.supports(sparse, x, None)
     assert near(dispatch.linear(x, [sparse], None, None), exact(sparse, x, None, None), x.dtype)
@@ -217,7 +217,7 @@ def test_kept_floats(rows, width, density, stored, dtype, batch, seed):
     """Whole panels and pieces, columns without weights and full ones; computed without the dense weight."""
     mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < density
     weight = (random(rows, width, seed=seed) * mask).to(DTYPES[stored])
-    part = SparsePart.of(DensePart.of(weight), Kept.of(mask))
+    part = SparsePart.of(DensePart.of(weight), PackedMask.of(mask))
     x, bias = random(batch, width, seed=seed + 1).to(dtype), random(rows, seed=seed).to(dtype)
     assert not KERNEL.supports(part, x, None) and SPARSE.supports(part, x, None)
     assert near(dispatch.linear(x, [part], None, bias), exact(part, x, None, bias), dtype)
@@ -229,7 +229,7 @@ def test_kept_floats_of_all_batch_sizes(chosen, pattern, dtype):
     weight = random(50, 300)
     mask = weight.abs() >= weight.abs().unflatten(1, (-1, 4)).topk(2, -1).values[..., -1:].repeat(1, 1, 4).flatten(1)
     for stored in (torch.float32, torch.bfloat16):
-        part = SparsePart.of(DensePart.of((weight * mask).to(stored)), Kept.of(mask, pattern))
+        part = SparsePart.of(DensePart.of((weight * mask).to(stored)), PackedMask.of(mask, pattern))
         for m in (0, 1, 2, 6, 7, 30):
             x = random(m, 300, seed=m).to(dtype)
             assert SPARSE.supports(part, x, None)
@@ -238,7 +238,7 @@ def test_kept_floats_of_all_batch_sizes(chosen, pattern, dtype):
 
 def test_what_the_kernel_of_kept_floats_leaves_to_torch():
     mask = random(20, 64) > 0
-    part, x = SparsePart.of(DensePart.of(random(20, 64) * mask), Kept.of(mask)), random(2, 64)
+    part, x = SparsePart.of(DensePart.of(random(20, 64) * mask), PackedMask.of(mask)), random(2, 64)
     assert not SPARSE.supports(part, x, InputRounding.of(INT8))
     assert not SPARSE.supports(part, x.half(), None)
     assert not SPARSE.supports(part, x.requires_grad_(), None)
@@ -253,7 +253,7 @@ def test_what_the_kernel_of_kept_floats_leaves_to_torch():
 
 def test_kept_floats_compile_to_one_graph():
     mask = random(64, 64) > 0
-    layer = CompressedLinear([SparsePart.of(DensePart.of(random(64, 64) * mask), Kept.of(mask))], None)
+    layer = CompressedLinear([SparsePart.of(DensePart.of(random(64, 64) * mask), PackedMask.of(mask))], None)
     with torch.no_grad():
         wanted = layer(random(2, 64))
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(random(2, 64)), wanted)

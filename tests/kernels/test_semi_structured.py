@@ -13,12 +13,12 @@ from compress.layers.parts.sparse import SparsePart
 from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 
 def kept(rows=32, width=64, n=2, m=4, dtype=torch.float16):
     mask = regular_mask(rows, width, n, m)
-    return SparsePart.of(DensePart.of((random(rows, width) * mask).to(dtype)), Kept.of(mask, (n, m)))
+    return SparsePart.of(DensePart.of((random(rows, width) * mask).to(dtype)), PackedMask.of(mask, (n, m)))
 
 
 @pytest.fixture
@@ -44,10 +44,12 @@ def test_which_weights_it_takes(everywhere):
         assert not KERNEL.supports(other, x, None)
     assert not KERNEL.supports(kept(width=40), random(3, 40).half(), None)
     mask = random_mask(32, 64, 0.5)
-    assert not KERNEL.supports(SparsePart.of(DensePart.of((random(32, 64) * mask).half()), Kept.of(mask)), x, None)
+    assert not KERNEL.supports(
+        SparsePart.of(DensePart.of((random(32, 64) * mask).half()), PackedMask.of(mask)), x, None
+    )
     mask = regular_mask(32, 64, 2, 4)
     codes = SparsePart.of(
-        CodesPart.of(quantize(random(32, 64) * mask, GRIDS["int8"], mask=mask)), Kept.of(mask, (2, 4))
+        CodesPart.of(quantize(random(32, 64) * mask, GRIDS["int8"], mask=mask)), PackedMask.of(mask, (2, 4))
     )
     assert not KERNEL.supports(codes, x, None)
 

@@ -15,7 +15,7 @@ from compress.layers.parts.sparse import SparsePart
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse import positions as sparse
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 
 def pruned(mask, grid, group_size, symmetric, seed=0):
@@ -32,16 +32,16 @@ def test_the_reference_is_the_product_with_the_masked_weight(rows, width, part, 
     weight = torch.randn(rows, width) * mask
     whole = pruned(mask, "int3", 7, False, seed)
     with patch.object(sparse, "PART", part):
-        floats = SparsePart.of(DensePart.of(weight), Kept.of(mask))
+        floats = SparsePart.of(DensePart.of(weight), PackedMask.of(mask))
         assert near(dispatch.linear(x, [floats], None, bias), torch.nn.functional.linear(x, weight, bias))
-        only = SparsePart.of(whole, Kept.of(mask))
+        only = SparsePart.of(whole, PackedMask.of(mask))
         assert near(dispatch.linear(x, [only], None, bias), dispatch.linear(x, [whole], None, bias))
 
 
 def test_temporaries_are_those_of_a_part(monkeypatch):
     """Apart from the dense weight, no tensor has more elements than a part and its kept weights."""
     mask = regular_mask(512, 256, 2, 4)
-    only = SparsePart.of(pruned(mask, "int3", 32, False), Kept.of(mask))
+    only = SparsePart.of(pruned(mask, "int3", 32, False), PackedMask.of(mask))
     monkeypatch.setattr(sparse, "PART", 1024)
     wanted = only.dense(torch.float32)
 
@@ -75,7 +75,7 @@ class ForCodes:
 def test_kernels_for_whole_codes_never_see_kept_ones(monkeypatch):
     mask = regular_mask(3, 8, 2, 4)
     whole = pruned(mask, "int4", 4, True)
-    only, x = SparsePart.of(whole, Kept.of(mask, (2, 4))), torch.ones(2, 8)
+    only, x = SparsePart.of(whole, PackedMask.of(mask, (2, 4))), torch.ones(2, 8)
     monkeypatch.setattr(dispatch, "KERNELS", [ForCodes()])
     assert bool((dispatch.linear(x, [whole], None, None) == 7).all())
     assert near(dispatch.linear(x, [only], None, None), reference.linear(x, [whole], None, None))

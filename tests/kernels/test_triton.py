@@ -32,7 +32,7 @@ from compress.native.choice import VARIABLE
 from compress.native.library import library
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 pytestmark = [
     pytest.mark.skipif(
@@ -316,7 +316,7 @@ def test_which_calls_are_left_to_torch(monkeypatch):
     assert not KERNEL.supports(part, x.double(), None)
     assert not KERNEL.supports(part, here(2, 32).requires_grad_(), None)
     assert not KERNEL.supports(DensePart.of(here(8, 32)), x, None)
-    kept = SparsePart.of(part_of(8, 32, "int4", 16).cpu(), Kept.of(torch.ones(8, 32, dtype=torch.bool)))
+    kept = SparsePart.of(part_of(8, 32, "int4", 16).cpu(), PackedMask.of(torch.ones(8, 32, dtype=torch.bool)))
     assert not KERNEL.supports(kept, x, None)
     monkeypatch.setattr(KERNEL, "device", "meta")
     assert not KERNEL.supports(part, x, None)

@@ -19,7 +19,7 @@ from compress.layers.scheme import LayerScheme
 from compress.models.structure.rewrite import remember, rewrite_weight
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Sparsity
+from compress.numerics.sparse.positions import SparseLayout
 
 
 def masked(mask, dtype=torch.float32, seed=0):
@@ -49,14 +49,14 @@ def test_kept_weights_alone_are_the_same_function(grid, pattern):
     x, weight = torch.randn(5, 42), layer.weight
     with plain_torch():
         wanted = layer(x)
-        layer.store_kept(Sparsity.named(pattern, int(mask.sum())))
+        layer.store_kept(SparseLayout.named(pattern, int(mask.sum())))
         assert torch.equal(layer(x), wanted) and torch.equal(layer.weight, weight)
     assert torch.equal(layer.mask, mask) and layer.mask_words is None
     tensors = {"weight_kept", "weight_values"} if grid is None else {"weight_kept", "weight_packed", "weight_scale"}
     assert set(layer.tensors()) == tensors
     (part,) = layer.all_parts
     assert isinstance(part, SparsePart) and layer.quantized == (grid is not None) and layer.codes is None
-    assert part.scheme.sparsity == Sparsity.named(pattern, int(mask.sum()))
+    assert part.scheme.sparsity == SparseLayout.named(pattern, int(mask.sum()))
     assert repr(layer).count(pattern) == 1 and "masked" in repr(layer)
     assert torch.equal(
         layer.weight_as(torch.bfloat16), weight.bfloat16() if grid is None else layer.weight_as(torch.bfloat16)
@@ -71,7 +71,7 @@ def test_a_kept_zero_stays_out_of_the_mask():
     assert int(zeros.sum()) > 20  # int2 rounds many kept weights to zero
     layer.put(codes)
     assert torch.equal(layer.mask, mask)
-    layer.store_kept(Sparsity(int(mask.sum())))
+    layer.store_kept(SparseLayout(int(mask.sum())))
     assert torch.equal(layer.mask, mask) and bool((layer.weight[zeros] == 0).all())
 
 
@@ -79,17 +79,17 @@ def test_work_goes_on_from_a_sparse_layer():
     mask = regular_mask(4, 16, 2, 4)
     layer = masked(mask)
     weight = layer.weight
-    layer.store_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(SparseLayout(32, (2, 4)))
     layer.rescale_input(torch.full((16,), 2.0))
     assert (
         torch.equal(layer.weight, weight * 2)
         and torch.equal(layer.mask, mask)
         and layer.scheme.parts == (DenseScheme(),)
     )
-    layer.store_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(SparseLayout(32, (2, 4)))
     layer.absorb_inputs()
     assert torch.equal(layer.weight, weight) and torch.equal(layer.mask, mask)
-    layer.store_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(SparseLayout(32, (2, 4)))
     layer.put(quantize(layer.weight, GRIDS["int4"], 8, mask=layer.mask))
     assert torch.equal(layer.mask, mask) and layer.codes is not None and layer.codes.kept is None
 
@@ -97,7 +97,7 @@ def test_work_goes_on_from_a_sparse_layer():
 def test_columns_and_mask_change_places_together_and_back():
     mask = regular_mask(4, 16, 2, 4)
     layer = masked(mask)
-    layer.store_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(SparseLayout(32, (2, 4)))
     weight, order = layer.weight, torch.randperm(16)
     undo = remember(layer)
     rewrite_weight(layer, lambda w: w[:, order])
@@ -117,7 +117,7 @@ def test_a_weight_that_came_back_is_an_error_and_not_dropped():
     layer = masked(regular_mask(4, 16, 2, 4))
     layer.put(layer.weight + 1)
     with pytest.raises(NumericError, match="weights that were pruned are no longer zero"):
-        layer.store_kept(Sparsity(32, (2, 4)))
+        layer.store_kept(SparseLayout(32, (2, 4)))
     block = nn.ModuleDict({"mlp": nn.ModuleDict({"up": masked(regular_mask(4, 16, 2, 4))})})
     block["mlp"]["up"].put(torch.ones(4, 16))
     with pytest.raises(NumericError, match=r"model\.layers\.0\.mlp\.up: weights that were pruned are no longer zero"):
@@ -156,7 +156,7 @@ def test_values_are_stored_in_the_storage_dtype_as_out_times_in(storage, transpo
     dense = Conv1D(6, 8) if transposed else nn.Linear(8, 6)
     layer = CompressedLinear.of(dense)
     layer.put((layer.weight.to(storage).float()) * mask, mask)
-    layer.store_kept(Sparsity(24, (2, 4)))
+    layer.store_kept(SparseLayout(24, (2, 4)))
     tensors = layer_tensors(layer, FORMATS["native"], storage)
     assert set(tensors) == {"weight_values", "weight_kept", "bias"}
     assert tensors["weight_values"].dtype == storage and tensors["weight_values"].shape == (6, 4)
@@ -170,6 +170,6 @@ def test_values_are_stored_in_the_storage_dtype_as_out_times_in(storage, transpo
 def test_the_scheme_of_a_sparse_layer():
     mask = regular_mask(6, 8, 2, 4)
     layer = masked(mask)
-    layer.store_kept(Sparsity(24, (2, 4)))
-    assert layer.scheme == LayerScheme((6, 8), (SparseScheme(Sparsity(24, (2, 4)), DenseScheme()),))
+    layer.store_kept(SparseLayout(24, (2, 4)))
+    assert layer.scheme == LayerScheme((6, 8), (SparseScheme(SparseLayout(24, (2, 4)), DenseScheme()),))
     assert layer.scheme.text == "2:4"

@@ -15,7 +15,7 @@ from compress.layers.parts.sparse import SparsePart
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Kept
+from compress.numerics.sparse.positions import PackedMask
 
 
 def coded(weight, grid="int4", group_size=8, symmetric=True):
@@ -47,7 +47,7 @@ def test_rows_are_those_of_the_dense_weight(grid, group_size, symmetric, width, 
 def test_rows_of_kept_weights_alone():
     weight = torch.randn(6, 16)
     mask = torch.rand(6, 16) > 0.5
-    part = SparsePart.of(layer_of(nn.Embedding.from_pretrained(weight * mask)).all_parts[0], Kept.of(mask))
+    part = SparsePart.of(layer_of(nn.Embedding.from_pretrained(weight * mask)).all_parts[0], PackedMask.of(mask))
     assert torch.equal(part.rows_at(torch.tensor([5, 0]), torch.float32), (weight * mask)[[5, 0]])
 
 

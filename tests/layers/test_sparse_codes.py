@@ -17,7 +17,7 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.super_blocks import SuperBlock
 from compress.numerics.sparse import positions as sparse
-from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.numerics.sparse.positions import PackedMask, SparseLayout
 
 
 def pruned(mask, grid, group_size, symmetric, seed=0, dtype=torch.float32):
@@ -54,7 +54,7 @@ def testkept_codes_come_back_bit_for_bit(
         mask &= whole.dense(torch.float32) != 0  # zero points are those of other columns now
         assume(n_of_m is None)
     with patch.object(sparse, "PART", part), patch.object(packed_codes, "PART", part):
-        only = SparsePart.of(whole, Kept.of(mask, n_of_m))
+        only = SparsePart.of(whole, PackedMask.of(mask, n_of_m))
         assert torch.equal(only.kept.mask(), mask)
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(only.dense(dtype), whole.dense(dtype).masked_fill(~mask, 0))
@@ -75,19 +75,19 @@ def testkept_codes_come_back_bit_for_bit(
 def test_a_weight_that_was_rounded_under_its_mask_is_the_same(grid):
     mask = regular_mask(6, 64, 2, 4)
     whole = pruned(mask, grid, GRIDS[grid].group_size or 16, True)
-    only = SparsePart.of(whole, Kept.of(mask, (2, 4)))
+    only = SparsePart.of(whole, PackedMask.of(mask, (2, 4)))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(only.dense(dtype), whole.dense(dtype))
 
 
 def test_two_of_four_in_int4_takes_three_bits():
     mask = regular_mask(8, 128, 2, 4)
-    only = SparsePart.of(pruned(mask, "int4", 64, True), Kept.of(mask, (2, 4)))
+    only = SparsePart.of(pruned(mask, "int4", 64, True), PackedMask.of(mask, (2, 4)))
     assert only.values.words.shape == (8, 8) and only.positions.shape == (
         8,
         4,
     )  # 64 codes of 4 bits, 64 indexes of 2 per row
-    stream = SparsePart.of(pruned(mask, "int4", 64, True), Kept.of(mask))
+    stream = SparsePart.of(pruned(mask, "int4", 64, True), PackedMask.of(mask))
     assert stream.values.words.shape == (64,) and stream.positions.shape == (8, 4)
 
 
@@ -96,15 +96,15 @@ def test_the_digest_sees_the_mask():
     whole = pruned(mask, "int8", 8, True)
     found = {
         whole.sha256(),
-        SparsePart.of(whole, Kept.of(mask)).sha256(),
-        SparsePart.of(whole, Kept.of(mask, (2, 4))).sha256(),
+        SparsePart.of(whole, PackedMask.of(mask)).sha256(),
+        SparsePart.of(whole, PackedMask.of(mask, (2, 4))).sha256(),
     }
     assert len(found) == 3
     wider = mask.clone()
     wider[0] = True  # the same weight, with zeros that count as kept
-    assert SparsePart.of(whole, Kept.of(wider)).sha256() not in found
+    assert SparsePart.of(whole, PackedMask.of(wider)).sha256() not in found
 
 
 def test_sparsities_have_names():
-    for sparsity in (Sparsity(7), Sparsity(8, (2, 4)), Sparsity(30, (3, 200))):
-        assert Sparsity.named(sparsity.text, sparsity.kept) == sparsity
+    for sparsity in (SparseLayout(7), SparseLayout(8, (2, 4)), SparseLayout(30, (3, 200))):
+        assert SparseLayout.named(sparsity.text, sparsity.kept) == sparsity

@@ -57,7 +57,7 @@ def same(found, wanted):
     """All rows but those in which the last bit of a sum decided a code."""
     agree = (found.codes == wanted[0]).all(0)
     assert agree.float().mean() > 0.9 or agree.numel() - int(agree.sum()) <= 1
-    for mine, other in zip((found.values, found.moves, found.wanted), wanted[1:], strict=True):
+    for mine, other in zip((found.values, found.moves, found.targets), wanted[1:], strict=True):
         assert mine is None or torch.allclose(mine[:, agree], other[:, agree], rtol=1e-4, atol=1e-4)
 
 
@@ -95,14 +95,14 @@ def check_gptq(plain, symmetric, group, order, regroup, masked, device="cpu"):
     options = GridOptions(GRIDS["int4"], group, symmetric, "absmax", torch.float32)
 
     def compute():
-        rule = round_columns(weight, factor, options, mask, columns, regroup, keep_wanted=True)
+        rule = round_columns(weight, factor, options, mask, columns, regroup, record_targets=True)
         kept = weight if mask is None else weight * mask
         return rule, refined(kept, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
 
     (mine, better), (other, wanted) = compute(), plain(compute)
     rows = (mine.codes.codes == other.codes.codes).all(1) & (better.codes == wanted.codes).all(1)
     assert rows.float().mean() > 0.8
-    assert torch.allclose(mine.wanted[rows], other.wanted[rows], rtol=1e-3, atol=1e-3)
+    assert torch.allclose(mine.targets[rows], other.targets[rows], rtol=1e-3, atol=1e-3)
     assert torch.allclose(better.dense()[rows], wanted.dense()[rows], rtol=1e-3, atol=1e-4)
 
 

@@ -23,7 +23,7 @@ COUNTS = st.sampled_from([1, 2, 15, 16, 17, 33, 64])
 def test_a_sweep_is_that_of_plain_torch(rows, columns, shared, zeros, masked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed)
     before = state.clone()
-    same(native.sweep(state, matrix, grid, keep, wanted=True), expected(state, matrix, grid, keep))
+    same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
     assert torch.equal(state, before)
 
 
@@ -34,7 +34,7 @@ def test_a_descent_is_that_of_plain_torch(rows, columns, shared, zeros, masked, 
     old, pivots = random(columns, rows, seed=seed + 6), 1 + random(columns, seed=seed + 7).abs()
     found = native.descend(state, old, matrix, pivots, grid, keep)
     same(found, expected(state, matrix, grid, keep, old, pivots))
-    assert found.wanted is None
+    assert found.targets is None
 
 
 @settings(max_examples=60)
@@ -56,7 +56,7 @@ def test_every_instruction_set(chosen):
     for rows, columns in ((5, 3), (16, 128), (40, 256)):
         state, matrix, grid, keep = problem(rows, columns, False, True, True, rows)
         matrix /= columns**0.5
-        same(native.sweep(state, matrix, grid, keep, wanted=True), expected(state, matrix, grid, keep))
+        same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
     weight, scale = random(7, 3, 40), 0.2 + random(7, 3).abs()
     [error] = native.group_sums(weight, torch.ones(3, 40), Integers(-4, 3, scale), False)
     codes = (weight / scale[..., None]).round().clamp(-4, 3)
@@ -108,7 +108,7 @@ def test_what_the_library_takes():
     ("name", "value"),
     [
         ("rows", -1),
-        ("columns", native.MOST + 1),
+        ("columns", native.MAX_COLUMNS + 1),
         ("columns", -1),
         ("matrix_stride", 3),
         ("scale_stride", 2),

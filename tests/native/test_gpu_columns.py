@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from compress.native import columns as native
 from compress.native import gpu_columns, gpus
 from compress.native.choice import VARIABLE
-from compress.native.columns import Integers, Rounded
+from compress.native.columns import Integers, RoundedColumns
 from compress.native.library import library
 
 pytestmark = [
@@ -54,9 +54,9 @@ def here(*shape, seed=0):
 def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, asked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
     before = state.clone()
-    found = native.sweep(state, matrix, grid, keep, wanted=asked)
+    found = native.sweep(state, matrix, grid, keep, with_targets=asked)
     same(found, expected(state, matrix, grid, keep))
-    assert torch.equal(state, before) and (found.wanted is None) != asked
+    assert torch.equal(state, before) and (found.targets is None) != asked
 
 
 @settings(max_examples=25)
@@ -66,14 +66,14 @@ def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, ma
     old, pivots = here(columns, rows, seed=seed + 6), 1 + here(columns, seed=seed + 7).abs()
     found = native.descend(state, old, matrix, pivots, grid, keep)
     same(found, expected(state, matrix, grid, keep, old, pivots))
-    assert found.wanted is None
+    assert found.targets is None
 
 
 @pytest.mark.parametrize("tile", [(16, 1, 16, 16), (64, 2, 32, 16), (32, 1, 16, 128)])
 def test_other_tiles_and_all_columns_of_a_call(tile, monkeypatch):
     monkeypatch.setattr(gpu_columns, "TILE", gpu_columns.Tile(*tile))
-    state, matrix, grid, keep = problem(70, native.MOST, False, True, True, 1, device=DEVICE)
-    same(native.sweep(state, matrix, grid, keep, wanted=True), expected(state, matrix, grid, keep))
+    state, matrix, grid, keep = problem(70, native.MAX_COLUMNS, False, True, True, 1, device=DEVICE)
+    same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
 
 
 @settings(max_examples=30)
@@ -108,7 +108,7 @@ def test_the_programs_and_the_library_agree(monkeypatch):
     groups = Integers(-8, 7, 0.2 + here(20, 3).abs())
 
     def compute():
-        swept = native.sweep(state, matrix, grid, keep, wanted=True)
+        swept = native.sweep(state, matrix, grid, keep, with_targets=True)
         return (
             swept,
             native.descend(state, old, matrix, pivots, grid, keep),
@@ -119,7 +119,7 @@ def test_the_programs_and_the_library_agree(monkeypatch):
     monkeypatch.setattr(gpu_columns, "DEVICE", "cuda")
     *others, wanted = compute()
     for found, other in zip(mine, others, strict=True):
-        same(found, [other.codes, other.values, other.moves, other.wanted])
+        same(found, [other.codes, other.values, other.moves, other.targets])
     for found, other in zip(sums, wanted, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-4)
 
@@ -166,7 +166,7 @@ def test_what_the_programs_take(monkeypatch):
         native.usable(here(1)) and not native.usable(here(1).double()) and not native.usable(here(1).requires_grad_())
     )
     assert not native.usable(torch.zeros(1, device="meta"))
-    assert isinstance(native.sweep(here(2, 3), here(2, 2), Integers(-8, 7, here(3).abs())), Rounded)
+    assert isinstance(native.sweep(here(2, 3), here(2, 2), Integers(-8, 7, here(3).abs())), RoundedColumns)
     monkeypatch.setattr(gpu_columns, "capability", lambda device: (7, 5))
     assert not gpu_columns.usable(here(1))
 

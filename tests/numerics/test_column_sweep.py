@@ -21,10 +21,10 @@ class Levels:
     def starts(self, width):
         return range(0, width, self.group)
 
-    def open(self, column, rest):
+    def open(self, column, remaining):
         self.opened.append(column)
         self.step = (
-            self.fixed or rest[: self.group].abs().amax(0) / 3.6
+            self.fixed or remaining[: self.group].abs().amax(0) / 3.6
         )  # not 3.5, which would put the largest of them on a tie
 
     def compress(self, column, values):
@@ -40,7 +40,7 @@ class Drop:
     def starts(self, width):
         return [0]
 
-    def open(self, column, rest):
+    def open(self, column, remaining):
         pass
 
     def compress(self, column, values):
@@ -110,9 +110,9 @@ def test_pruned_columns_are_made_up_for_exactly():
     # Removing the first columns leaves a least-squares problem in the others, whose optimum is known in closed form.
     weight, hessian = problem(4, 30, seed=5)
     found = obs.sweep(weight, factor_of(hessian), Drop(set(range(10))))
-    rest = torch.linalg.solve(hessian[10:, 10:], hessian[10:, :10] @ weight[:, :10].T).T
+    remaining = torch.linalg.solve(hessian[10:, 10:], hessian[10:, :10] @ weight[:, :10].T).T
     assert (found[:, :10] == 0).all()
-    torch.testing.assert_close(found[:, 10:], weight[:, 10:] + rest, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[:, 10:], weight[:, 10:] + remaining, rtol=1e-9, atol=1e-9)
 
 
 def test_with_two_columns_the_second_is_the_exact_optimum_given_the_first():
@@ -197,16 +197,16 @@ def test_groups_are_opened_once_each_in_order_on_columns_already_made_up_for():
     seen = {}
 
     class Watching(Levels):
-        def open(self, column, rest):
-            seen[column] = rest.clone()
-            super().open(column, rest)
+        def open(self, column, remaining):
+            seen[column] = remaining.clone()
+            super().open(column, remaining)
 
     rule = Watching(37)
     obs.sweep(weight, factor_of(hessian), rule)
     assert rule.opened == [0, 37, 74, 111, 148]
-    for column, rest in seen.items():
-        assert rest.shape == (150 - column, 2)
+    for column, remaining in seen.items():
+        assert remaining.shape == (150 - column, 2)
         partial = Levels(37)
         partial.compress = lambda i, v, c=column, r=partial: Levels.compress(r, i, v) if i < c else v
         left = obs.sweep(weight, factor_of(hessian), partial)
-        torch.testing.assert_close(rest.T, left[:, column:], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(remaining.T, left[:, column:], rtol=1e-9, atol=1e-9)

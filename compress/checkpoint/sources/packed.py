@@ -37,7 +37,7 @@ from compress.models.computation import widened
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import find_ends
 from compress.models.tensors import assign
-from compress.numerics.sparse.positions import Sparsity, sparsities
+from compress.numerics.sparse.positions import SparseLayout, sparsities
 
 STATED = ("quantization_config", CONFIG_KEY)
 """The entries of config.json of a compressed checkpoint."""
@@ -58,7 +58,7 @@ class Packed(Mapped):
     masked: frozenset[str] = frozenset()
     keep: bool = True
     settle: Callable[[Block], None] | None = None
-    sparsities: dict[str, list[Sparsity]] = field(default_factory=dict)
+    sparsities: dict[str, list[SparseLayout]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +188,7 @@ def with_masks(opened: OpenModel, recorded: Collection[str] = (), masks: MaskPol
     return opened
 
 
-def starting_sparsities(opened: OpenModel) -> dict[str, list[Sparsity]]:
+def starting_sparsities(opened: OpenModel) -> dict[str, list[SparseLayout]]:
     """The possible ways to store the masks that linears have before the first pass, by full name."""
     return opened.weights.sparsities if isinstance(opened.weights, Packed) else {}
 

@@ -26,7 +26,7 @@ from compress.layers.fields import read_grid
 from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store, vanished
 from compress.numerics.quant.grids import Grid, IntGrid
-from compress.numerics.sparse.positions import PART, Kept, Value
+from compress.numerics.sparse.positions import PART, PackedMask, Value
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class CodesPart(WeightPart):
 
     words: packed codes. scale: as stored (floats, or bytes for grids with byte scales). zero, group_index, shared: None
     if the scheme has none. lattice: the shape of the codes before packing: (out, in), or the shape of the kept weights
-    if only these have codes (`Sparsity.values`).
+    if only these have codes (`SparseLayout.values`).
     """
 
     kind: ClassVar[str] = "codes"
@@ -276,7 +276,7 @@ class CodesPart(WeightPart):
 
     # Kept weights
 
-    def gathered(self, kept: Kept) -> WeightPart:
+    def gathered(self, kept: PackedMask) -> WeightPart:
         codes = kept.gather(unpack(self.words, self.grid.bits, self.shape[1]))
         steps = [pack(part, self.grid.bits) for part in codes.split(PART, dim=-1)]
         held = {name: getattr(self, name) for name in self.names} | {"words": torch.cat(steps, dim=-1)}

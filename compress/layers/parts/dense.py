@@ -15,7 +15,7 @@ from typing_extensions import Self
 from compress.layers.base import PartScheme, TensorSpec, WeightPart
 from compress.layers.fields import read_dtype
 from compress.numerics.dtypes import DTYPES, in_slices, rounded
-from compress.numerics.sparse.positions import Kept, Value
+from compress.numerics.sparse.positions import PackedMask, Value
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class DensePart(WeightPart):
             return self
         return DensePart(self.scheme, self.shape, {"weight": self.weight.to(dtype)})
 
-    def gathered(self, kept: Kept) -> WeightPart:
+    def gathered(self, kept: PackedMask) -> WeightPart:
         return DensePart(self.scheme, self.shape, {"weight": kept.gather(self.weight)})
 
     def kept_rows(

@@ -29,7 +29,7 @@ from typing_extensions import Self
 
 from compress.layers.base import COMPONENTS, PartScheme, TensorSpec, WeightPart, checked, read_scheme, stored_name
 from compress.numerics.quant.grids import Grid
-from compress.numerics.sparse.positions import LARGEST_M, Kept, Sparsity
+from compress.numerics.sparse.positions import LARGEST_M, PackedMask, SparseLayout
 
 VALUES = "values"
 """The stored name of kept weights that are floats."""
@@ -41,7 +41,7 @@ class SparseScheme(PartScheme):
 
     kind: ClassVar[str] = "sparse"
 
-    sparsity: Sparsity
+    sparsity: SparseLayout
     values: PartScheme
 
     @property
@@ -90,17 +90,17 @@ class SparseScheme(PartScheme):
         return found
 
 
-def _named(pattern: Any, kept: int) -> Sparsity:
+def _named(pattern: Any, kept: int) -> SparseLayout:
     """The positions of a pattern by its text. Raises ValueError."""
     n, _, m = str(pattern).partition(":")
     regular = n.isascii() and m.isascii() and n.isdigit() and m.isdigit() and len(m) <= 3
     if pattern != "bitmask" and not (regular and 0 < int(n) < int(m) <= LARGEST_M):
         raise ValueError(f"pattern {str(pattern)[:100]!r} is not known; it is bitmask, or N:M with M up to {LARGEST_M}")
-    return Sparsity.named(pattern, kept)
+    return SparseLayout.named(pattern, kept)
 
 
 class SparsePart(WeightPart):
-    """Kept weights alone. positions: packed positions (`Kept.words`). values: a part that holds the kept weights."""
+    """Kept weights alone. positions: packed (`PackedMask.words`). values: a part that holds the kept weights."""
 
     kind: ClassVar[str] = "sparse"
     names: ClassVar[Mapping[str, str]] = {"positions": "kept"}
@@ -115,7 +115,7 @@ class SparsePart(WeightPart):
         self.values = values
 
     @classmethod
-    def of(cls, part: WeightPart, kept: Kept) -> Self:
+    def of(cls, part: WeightPart, kept: PackedMask) -> Self:
         """Store the kept weights of a part alone; all other weights must be zero."""
         scheme = SparseScheme(kept.sparsity, part.scheme)
         return cls(scheme, part.shape, {"positions": kept.words}, part.gathered(kept))
@@ -141,8 +141,8 @@ class SparsePart(WeightPart):
         return SparsePart(self.scheme, self.shape, {"positions": self.positions}, values)
 
     @property
-    def kept(self) -> Kept:
-        return Kept(self.positions, self.scheme.sparsity, self.shape)
+    def kept(self) -> PackedMask:
+        return PackedMask(self.positions, self.scheme.sparsity, self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,17 +174,19 @@ class SparsePart(WeightPart):
         return self.values.sum_groups(values)
 
 
-def _read_positions(sparsity: Sparsity, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Kept:
+def _read_positions(
+    sparsity: SparseLayout, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str
+) -> PackedMask:
     """Read the positions of kept weights. Raises KeyError, and ValueError for positions that contradict the config."""
     name = stored_name(prefix, "kept")
     rows, width = shape
     spec = {"kept": TensorSpec((rows, sparsity.words(width)), torch.int32)}
     words = checked(spec, tensors, prefix)["kept"]
-    if sparsity.n_of_m is not None and sparsity != (regular := Sparsity.regular(shape, *sparsity.n_of_m)):
+    if sparsity.n_of_m is not None and sparsity != (regular := SparseLayout.regular(shape, *sparsity.n_of_m)):
         raise ValueError(
             f"{name} holds {rows} rows of {width} columns, of which {sparsity.text} keeps {regular.kept} weights; "
             f"the config says {sparsity.kept}"
         )
-    kept = Kept(words, sparsity, shape)
+    kept = PackedMask(words, sparsity, shape)
     kept.check(name)
     return kept

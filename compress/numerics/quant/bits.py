@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 def packed_width(count: int, bits: int) -> int:
-    """The number of int32 words that `count` codes of `bits` bits take."""
+    """Return the number of int32 words that `count` codes of `bits` bits take."""
     return math.ceil(count * bits / 32)
 
 
 def whole_words(bits: int) -> int:
-    """The smallest number of codes of `bits` bits that ends at the border of an int32 word: 8 for 4 bits, 32 for 3."""
+    """Return the smallest number of codes of `bits` bits that fills int32 words: 8 for 4 bits, 32 for 3."""
     return math.lcm(bits, 32) // bits
 
 
 def _unit(bits: int) -> tuple[int, int]:
-    """(codes, bytes) of the shortest piece of the stream that ends at a byte boundary: (8, 3) for 3 bits."""
+    """Return (codes, bytes) of the shortest piece of the stream that ends at a byte boundary: (8, 3) for 3 bits."""
     length = math.lcm(bits, 8)
     return length // bits, length // 8
 
@@ -34,9 +34,9 @@ def pack(codes: Int[Tensor, "*rows n"], bits: int) -> Int[Tensor, "*rows words"]
     lead, count = codes.shape[:-1], codes.shape[-1]
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -count % 32))
     per_unit, size = _unit(bits)
-    each = codes.reshape(*lead, -1, per_unit).unbind(-1)
-    stream = [torch.zeros_like(each[0], memory_format=torch.contiguous_format) for _ in range(size)]
-    for j, code in enumerate(each):
+    columns = codes.reshape(*lead, -1, per_unit).unbind(-1)
+    stream = [torch.zeros_like(columns[0], memory_format=torch.contiguous_format) for _ in range(size)]
+    for j, code in enumerate(columns):
         byte, offset = divmod(j * bits, 8)
         stream[byte] |= code << offset  # bits above the byte are cut off
         if offset + bits > 8:
@@ -46,7 +46,7 @@ def pack(codes: Int[Tensor, "*rows n"], bits: int) -> Int[Tensor, "*rows words"]
 
 
 def unpack(words: Int[Tensor, "*rows words"], bits: int, count: int) -> Int[Tensor, "*rows n"]:
-    """The first `count` unsigned codes (uint8) of each packed row."""
+    """Return the first `count` unsigned codes (uint8) of each packed row."""
     lead = words.shape[:-1]
     per_unit, size = _unit(bits)
     if size > 1:
@@ -56,12 +56,12 @@ def unpack(words: Int[Tensor, "*rows words"], bits: int, count: int) -> Int[Tens
     stream = words.contiguous().view(torch.uint8)
     if bits == 8:
         return stream[..., :count]
-    each = [part.contiguous() for part in stream.reshape(*lead, stream.shape[-1] // size, size).unbind(-1)]
+    columns = [part.contiguous() for part in stream.reshape(*lead, stream.shape[-1] // size, size).unbind(-1)]
     codes = []
     for j in range(per_unit):
         byte, offset = divmod(j * bits, 8)
-        code = each[byte] >> offset
+        code = columns[byte] >> offset
         if offset + bits > 8:
-            code |= each[byte + 1] << (8 - offset)
+            code |= columns[byte + 1] << (8 - offset)
         codes.append(code.bitwise_and_(2**bits - 1))
     return torch.stack(codes, dim=-1).flatten(-2)[..., :count]

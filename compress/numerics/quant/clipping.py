@@ -22,11 +22,13 @@ NARROWEST, WIDEST = 0.05, 0.99  # initial range of a scale search, relative to t
 class LearnedClipping:
     """The clipped range of each group of a weight; the logits `upper` and `lower` are the parameters.
 
-    The weight itself is given anew in every step, because a learned scale of its columns may multiply it.
+    The weight itself is an argument of every step, because a learned scale of its columns may multiply it.
 
-    options: grid and scales; plain float scales are required. options.search: what the range is clipped to at the
-    start; 'absmax': sigma(4) of it, as in the paper. weight: [out, in], at the start. mask: True where weights are
-    kept; the others stay exactly zero.
+    Args:
+        weight: the initial weight.
+        options: grid and scales; plain float scales are required. `search` gives the initial range; 'absmax': sigma(4)
+            of the whole range, as in the paper.
+        mask: True for unpruned weights; the others stay exactly zero.
     """
 
     def __init__(
@@ -48,24 +50,24 @@ class LearnedClipping:
     def _found(
         self, weight: Float[Tensor, "out in"], low: Float[Tensor, "out groups"], high: Float[Tensor, "out groups"]
     ) -> Float[Tensor, "out groups"]:
-        """The logits of the range that the scale search finds, relative to that of the weights, for both ends."""
-        how = self.options
+        """Return the logits of the searched range, relative to that of the weights, for both ends."""
+        options = self.options
         scale, zero = fit(
             weight,
-            how.grid,
-            how.group_size,
-            how.symmetric,
-            how.search,
-            how.dtype,
+            options.grid,
+            options.group_size,
+            options.symmetric,
+            options.search,
+            options.dtype,
             None,
             self.mask,
-            how.importance,
-            how.signed,
+            options.importance,
+            options.signed,
         )
         self.sign = scale.sign()
-        least, most = levels(how.grid)
+        lowest, highest = levels(options.grid)
         low, high = low.clamp(max=0), high.clamp(min=0)
-        covered = (torch.maximum(-low, high), how.grid.span) if zero is None else (high - low, most - least)
+        covered = (torch.maximum(-low, high), options.grid.span) if zero is None else (high - low, highest - lowest)
         extent = divided(*covered)
         return torch.logit((scale.abs() / extent.clamp(min=1e-30)).clamp(NARROWEST, WIDEST))
 
@@ -75,40 +77,49 @@ class LearnedClipping:
         return [self.upper, self.lower]
 
     def steps(self, weight: Float[Tensor, "out in"]) -> tuple[Tensor, Tensor | None]:
-        """The stored scales and the zero points of the groups of a weight, [out, groups], with gradients."""
-        how = self.options
-        low, high = torch.aminmax(grouped(weight, how.group_size), dim=-1)
+        """Return the stored scales and the zero points of the groups of a weight, [out, groups], with gradients."""
+        options = self.options
+        low, high = torch.aminmax(grouped(weight, options.group_size), dim=-1)
         low, high = torch.sigmoid(self.lower) * low.clamp(max=0), torch.sigmoid(self.upper) * high.clamp(min=0)
-        least, most = levels(how.grid)
+        lowest, highest = levels(options.grid)
         with torch.no_grad():
-            scale, zero = how.grid.fit(low, high, how.symmetric, how.dtype)
+            scale, zero = options.grid.fit(low, high, options.symmetric, options.dtype)
         if zero is None:
-            return straight(divided(torch.maximum(-low, high), how.grid.span), scale) * self.sign, None
-        scale = straight(divided(high - low, most - least), scale)
-        return scale, straight(least - low / scale, zero)
+            return straight(divided(torch.maximum(-low, high), options.grid.span), scale) * self.sign, None
+        scale = straight(divided(high - low, highest - lowest), scale)
+        return scale, straight(lowest - low / scale, zero)
 
     def weight(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The rounded weight, with gradients to the logits and to the weight."""
-        kept = self._kept(weight)
-        scale, zero = self.steps(kept)
-        parts = grouped(kept, self.options.group_size)
+        """Return the rounded weight, with gradients to the logits and to the weight."""
+        masked_weight = self._kept(weight)
+        scale, zero = self.steps(masked_weight)
+        parts = grouped(masked_weight, self.options.group_size)
         zero = None if zero is None else zero[..., None]
-        found = learned_step(parts, scale[..., None], zero, self.options.grid)
-        return found.reshape(len(weight), -1)[:, : weight.shape[1]]
+        rounded = learned_step(parts, scale[..., None], zero, self.options.grid)
+        return rounded.reshape(len(weight), -1)[:, : weight.shape[1]]
 
     @torch.no_grad()
     def codes(self, weight: Float[Tensor, "out in"]) -> Codes:
-        """The codes of the nearest values, with the stored scales."""
-        how, kept = self.options, self._kept(weight)
-        scale, zero = self.steps(kept)
-        every = (None if one is None else spread(one, weight.shape[1], how.group_size) for one in (scale, zero))
-        step, shift = every
+        """Return the codes of the nearest values, with the stored scales."""
+        options, masked_weight = self.options, self._kept(weight)
+        scale, zero = self.steps(masked_weight)
+        expanded = (
+            None if per_group is None else spread(per_group, weight.shape[1], options.group_size)
+            for per_group in (scale, zero)
+        )
+        step, shift = expanded
         assert step is not None
-        return Codes(store(how.grid.encode(kept, step, shift), how.grid), scale, zero, how.grid, how.group_size)
+        return Codes(
+            store(options.grid.encode(masked_weight, step, shift), options.grid),
+            scale,
+            zero,
+            options.grid,
+            options.group_size,
+        )
 
 
 def clipping_bytes(weights: int, groups: int) -> int:
-    """Memory of learning the clipping of weights in so many groups, in addition to the weights.
+    """Return the memory of learning the clipping of a weight, in addition to the weight, in bytes.
 
     Per weight, in float32: the scaled weight, its rounded value, and the gradients of both; per group: two logits,
     their gradients, two moments of each, and the best state.

@@ -28,14 +28,15 @@ MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping s
 MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
 MSE_SHRINK = 0.60  # the largest fraction of the range that is cut off
 CHUNK = 1 << 22  # weights per step of a search; limits each temporary tensor to about 16 MiB
-GPU_CHUNK = 1 << 25  # the same on a GPU, where small steps take the time of their launches
-CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors: 2.5 times as fast
+GPU_CHUNK = 1 << 25  # weights per step on a GPU, where launches dominate small steps
+CACHED = 1 << 17  # weights per step on a CPU, so that the temporary tensors fit into its cache: 2.5 times as fast
 
 
 class Percentile(BaseModel):
-    """A range that leaves out the outermost weights of a group.
+    """Range that leaves out the outermost weights of a group.
 
-    percentile: the fraction of magnitudes that the range covers; with zero points, of the values at each end.
+    Attributes:
+        percentile: fraction of the magnitudes that the range covers; with zero points, of the values at each end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,11 +45,11 @@ class Percentile(BaseModel):
 
 
 ScaleSearch = Literal["absmax", "absmean", "mse", "importance"] | Percentile
-"""How to find the range that a scale covers."""
+"""Search for the range that a scale covers."""
 
 
 def groups_in(width: int, group_size: GroupSize) -> int:
-    """The number of groups in a row of `width` columns."""
+    """Return the number of groups in a row of `width` columns."""
     return math.ceil(width / group_size) if isinstance(group_size, int) else 1
 
 
@@ -56,11 +57,18 @@ def groups_in(width: int, group_size: GroupSize) -> int:
 class Codes:
     """A quantized weight.
 
-    codes: [out, in], int8 for integer grids, uint8 otherwise. scale: [out, groups] ([1, 1] per tensor).
-    zero: like scale, or None; values of a code, or any numbers if float_zeros is set (then 0 may be no value of the
-    dequantized weight). group_index: [in] int32, the group of each column; None if groups are contiguous. shared: [n]
-    float32 numbers that all stored scales share, only for grids that need them (see `fit_shared`). rows: consecutive
-    rows with equal scales, so that rows x group_size weights form a block, or whole rows do; the last may have fewer.
+    Attributes:
+        codes: int8 for integer grids, uint8 otherwise.
+        scale: one per row and group; [1, 1] for group size 'tensor'.
+        zero: zero points (values of a code) or minima in the shape of `scale`, or None. With `float_zeros` they are any
+            numbers.
+        grid: the number grid of the codes.
+        group_size: columns of a group, 'channel' or 'tensor'.
+        group_index: the group of each column, int32; None if groups are contiguous.
+        shared: float32 numbers that all stored scales share, only for grids that need them (see `fit_shared`).
+        float_zeros: whether zero points are any numbers, so that 0 may not be a value of the dequantized weight.
+        rows: consecutive rows with equal scales, so that rows x group_size weights form a block. The last block may
+            have fewer rows.
     """
 
     codes: Int[Tensor, "out in"]
@@ -75,12 +83,12 @@ class Codes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
+        """Return (out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @classmethod
     def of_rows(cls, parts: Sequence[Codes]) -> Codes:
-        """Codes from those of their rows, in order; every row has scales of its own."""
+        """Concatenate codes along the rows; every row has its own scales."""
         zeros = [part.zero for part in parts if part.zero is not None]
         return replace(
             parts[0],
@@ -90,7 +98,7 @@ class Codes:
         )
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
-        """The dequantized weight: (code - zero) * scale, in `dtype`."""
+        """Dequantize the weight to `dtype`: (code - zero) * scale."""
         width, wide = self.codes.shape[1], self.grid.computes_in(dtype)
         scale = spread(self.scale.to(wide), width, self.group_size, self.group_index)
         zero = None if self.zero is None else spread(self.zero.to(wide), width, self.group_size, self.group_index)
@@ -103,7 +111,17 @@ def spread(
     group_size: GroupSize,
     group_index: Int[Tensor, " in"] | None = None,
 ) -> Float[Tensor, "out in"]:
-    """Repeat a value per group for every column of the group; a single group is returned as it is, and broadcasts."""
+    """Repeat a value per group for every column of the group.
+
+    Args:
+        per_group: scales or zero points.
+        width: number of columns.
+        group_size: see `Codes`.
+        group_index: see `Codes`.
+
+    Returns:
+        [out, in], or [out, 1], which broadcasts, if there is a single group.
+    """
     if group_index is not None:
         return per_group[:, group_index.long()]
     if per_group.shape[1] == 1 or not isinstance(group_size, int):
@@ -112,7 +130,10 @@ def spread(
 
 
 def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, "rows groups size"]:
-    """Split a weight into its groups; a short last group is padded with zeros, which change no range and no error."""
+    """Split a weight into its groups.
+
+    A short last group is padded with zeros, which change no range and no error.
+    """
     rows, width = weight.shape
     if group_size == "tensor":
         return weight.reshape(1, 1, -1)
@@ -131,11 +152,19 @@ def fit_shared(
     search: ScaleSearch = "absmax",
     importance: Float[Tensor, " in"] | None = None,
 ) -> Float[Tensor, " n"] | None:
-    """Compute the numbers that all stored scales of a weight share, before the scales; None for most grids.
+    """Compute the numbers that all stored scales of a weight share, before the scales.
 
-    shared_absmax: the largest magnitude of all weights that share these numbers (`Layer.shared_absmax`); None: of this
-    weight alone. search, importance: how scales will be found; the steps of super-blocks are those of the scales as
-    floats.
+    Args:
+        weight: the whole weight.
+        grid: the number grid.
+        group_size: columns of a group.
+        shared_absmax: largest magnitude of all weights that share these numbers (`Layer.shared_absmax`); None: of this
+            weight alone.
+        search: the scale search that will be used. The steps of super-blocks are computed from the scales as floats.
+        importance: see `fit`.
+
+    Returns:
+        The shared numbers; None if the scales of the grid share none.
     """
     if not grid.scaling.shared_count(1, 1):
         return None
@@ -159,52 +188,77 @@ def fit(
     importance: Float[Tensor, " in"] | None = None,
     signed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute scale and zero per group, [out, groups]; the scale in its stored form: floats are rounded to `dtype`.
+    """Compute the scale and zero point of each group.
 
-    search: 'absmax' covers the whole range. 'mse' shrinks the range of each group to the one with the smallest rounding
-    error sum |w - Q(w)|^2.4 (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost weights.
-    'importance' finds the least squared error weighted by `importance` (`WeightedSearch`).
-    'absmean' uses the mean magnitude as the scale (Ma 2024, arXiv 2402.17764, equation 3). shared: the result of
-    `fit_shared` for the whole weight; `weight` may be one of its groups (`Scaling.part`). mask: True for kept weights;
-    the others are zero already, and do not count in a mean. signed: the searches 'mse' and 'importance' also try
-    negative scales of integers without zero points, with which the additional level is above zero, not below.
+    Args:
+        weight: a whole weight, or one of its groups of columns (`Scaling.part`).
+        grid: the number grid.
+        group_size: columns of a group.
+        symmetric: whether to fit without zero points.
+        search: 'absmax' covers the whole range. 'mse' shrinks the range of each group to the one with the smallest
+            rounding error sum |w - Q(w)|^2.4 (GPTQ reference code, quant.py `find_params`). `Percentile` leaves out the
+            outermost weights. 'importance' minimizes the squared error weighted by `importance` (`WeightedSearch`).
+            'absmean' uses the mean magnitude as the scale (Ma 2024, arXiv 2402.17764, equation 3).
+        dtype: the dtype of scales that are stored as floats.
+        shared: the result of `fit_shared` for the whole weight.
+        mask: True for unpruned weights. Pruned weights are zero already and do not count in a mean.
+        importance: weight of the squared error of each column, for the search 'importance'.
+        signed: whether the searches 'mse' and 'importance' also try negative scales for integers without zero points.
+            The additional level of the integers is then above zero, not below.
+
+    Returns:
+        (scale, zero), [out, groups] each; zero is None if symmetric. Scales are rounded to their stored form.
     """
-    either = grid.scaling.signed or (signed and isinstance(grid, IntGrid) and grid.plain)
+    tries_both_signs = grid.scaling.signed or (signed and isinstance(grid, IntGrid) and grid.plain)
     parts = grouped(weight, group_size)
 
-    def scales(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+    def fit_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
         return grid.fit(low, high, symmetric, dtype, shared)
 
     if isinstance(search, Percentile):
-        return scales(*_percentiles(weight, group_size, symmetric, search.percentile))
+        return fit_range(*_percentiles(weight, group_size, symmetric, search.percentile))
     if search == "absmean":
         counts = _sizes(weight, group_size) if mask is None else grouped(mask.to(weight.dtype), group_size).sum(-1)
         extent = parts.abs().sum(-1) / counts.clamp(min=1) * grid.span
-        return scales(-extent, extent)
-    searched = grid.offset or (search != "absmax" and not grid.has_zero)
-    if searched and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
-        # the padding of the last group would count as an error, or widen a range without zero
-        ends = (None, None) if importance is None else (importance[:-short], importance[-short:])
-        last, low_end = fit(
-            weight[:, -short:], grid, "channel", symmetric, search, dtype, importance=ends[1], signed=signed
+        return fit_range(-extent, extent)
+    is_searched = grid.offset or (search != "absmax" and not grid.has_zero)
+    if is_searched and isinstance(group_size, int) and (tail_width := weight.shape[1] % group_size):
+        # the padding of the last group would count as an error, or widen a range that does not contain zero
+        importance_parts = (None, None) if importance is None else (importance[:-tail_width], importance[-tail_width:])
+        tail_scale, tail_zero = fit(
+            weight[:, -tail_width:],
+            grid,
+            "channel",
+            symmetric,
+            search,
+            dtype,
+            importance=importance_parts[1],
+            signed=signed,
         )
-        if short == weight.shape[1]:
-            return last, low_end
-        first, low_ends = fit(
-            weight[:, :-short], grid, group_size, symmetric, search, dtype, importance=ends[0], signed=signed
+        if tail_width == weight.shape[1]:
+            return tail_scale, tail_zero
+        scale, zero = fit(
+            weight[:, :-tail_width],
+            grid,
+            group_size,
+            symmetric,
+            search,
+            dtype,
+            importance=importance_parts[0],
+            signed=signed,
         )
-        both = None if low_end is None or low_ends is None else torch.cat([low_ends, low_end], dim=1)
-        return torch.cat([first, last], dim=1), both
+        joined_zero = None if tail_zero is None or zero is None else torch.cat([zero, tail_zero], dim=1)
+        return torch.cat([scale, tail_scale], dim=1), joined_zero
     if search == "importance":
         assert importance is not None and group_size != "tensor"
-        weights = grouped(importance[None].to(weight.dtype), group_size)[0]
-        return WeightedSearch(parts, weights, grid, symmetric, dtype, shared, either).best()
+        group_importance = grouped(importance[None].to(weight.dtype), group_size)[0]
+        return WeightedSearch(parts, group_importance, grid, symmetric, dtype, shared, tries_both_signs).best()
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
-        return scales(low, high)
+        return fit_range(low, high)
     if grid.offset:
-        return _least_error_of_ends(parts, grid, low, high, scales)
-    return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept), either)
+        return _least_error_of_ends(parts, grid, low, high, fit_range)
+    return _least_error(parts, grid, lambda fraction: fit_range(low * fraction, high * fraction), tries_both_signs)
 
 
 def fit_blocks(
@@ -217,26 +271,38 @@ def fit_blocks(
     dtype: torch.dtype = torch.float32,
     signed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `fit`, with one scale for each block of `rows` x `group_size` weights, repeated for each of its rows.
+    """Compute one scale for each block of `rows` x `group_size` weights, repeated for each row of the block.
 
-    group_size divides the width, or is 'channel': one scale for all weights of `rows` rows. The last block may have
-    fewer rows.
+    Args:
+        weight: the weight.
+        grid: the number grid; its scales share no numbers.
+        group_size: divides the width, or 'channel': one scale for all weights of `rows` rows.
+        rows: rows of a block. The last block may have fewer.
+        symmetric: see `fit`.
+        search: see `fit`.
+        dtype: see `fit`.
+        signed: see `fit`.
+
+    Returns:
+        (scale, zero) as `fit`.
     """
     group_size = weight.shape[1] if group_size == "channel" else group_size
-    whole = len(weight) // rows * rows
-    found = []
-    for part, height in ((weight[:whole], rows), (weight[whole:], len(weight) - whole)):
+    full_rows = len(weight) // rows * rows
+    fitted_parts = []
+    for part, height in ((weight[:full_rows], rows), (weight[full_rows:], len(weight) - full_rows)):
         if len(part):
             blocks = part.reshape(len(part) // height, height, -1, group_size).transpose(1, 2)
             size = height * group_size
             scales = fit(blocks.reshape(len(blocks), -1), grid, size, symmetric, search, dtype, signed=signed)
-            found.append([None if each is None else each.repeat_interleave(height, dim=0) for each in scales])
-    scale, zero = ([part for part in parts if part is not None] for parts in zip(*found, strict=True))
+            fitted_parts.append(
+                [None if values is None else values.repeat_interleave(height, dim=0) for values in scales]
+            )
+    scale, zero = ([part for part in parts if part is not None] for parts in zip(*fitted_parts, strict=True))
     return torch.cat(scale), torch.cat(zero) if zero else None
 
 
 def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, " groups"]:
-    """The number of weights in each group of a row; the last group may be short."""
+    """Return the number of weights in each group of a row; the last group may be short."""
     if group_size == "tensor":
         return torch.full((1,), weight.numel(), dtype=weight.dtype, device=weight.device)
     return grouped(torch.ones_like(weight[:1]), group_size).sum(-1)[0]
@@ -248,18 +314,25 @@ def _least_error(
     scales: Callable[[float], tuple[Tensor, Tensor | None]],
     signed: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """For each group the best scale of `scales(fraction of the range)`; signed: of either sign, without zero points."""
+    """Choose the best scale of each group among `scales(fraction of the range)`.
+
+    Args:
+        parts: the groups of the weight.
+        grid: the number grid.
+        scales: maps a fraction of the range to (scale, zero).
+        signed: whether to try negative scales too, if there are no zero points.
+    """
     scale, zero = scales(1.0)
     best = torch.full_like(scale, math.inf)
     for step in range(MSE_STEPS + 1):
-        tried, tried_zero = scales(1 - MSE_SHRINK * step / MSE_STEPS)
+        candidate, candidate_zero = scales(1 - MSE_SHRINK * step / MSE_STEPS)
         for sign in (1, -1) if signed and zero is None else (1,):
-            error = _power_error(parts, grid, tried * sign, tried_zero)
+            error = _power_error(parts, grid, candidate * sign, candidate_zero)
             better = error < best
             best = torch.where(better, error, best)
-            scale = torch.where(better, tried * sign, scale)
-        if zero is not None and tried_zero is not None:
-            zero = torch.where(better, tried_zero, zero)
+            scale = torch.where(better, candidate * sign, scale)
+        if zero is not None and candidate_zero is not None:
+            zero = torch.where(better, candidate_zero, zero)
     return scale, zero
 
 
@@ -270,57 +343,61 @@ def _least_error_of_ends(
     high: Tensor,
     scales: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor | None]:
-    """For each group the scale and minimum of the best range: both ends are moved together, then each of them alone.
+    """Choose the scale and minimum of the best range of each group: move both ends together, then each end alone.
 
     The distance that an end moves is a fraction of the range, at most MSE_SHRINK / 2.
     """
     best = torch.full_like(low, math.inf)
-    kept = [torch.zeros_like(low), torch.zeros_like(low)]
+    best_cuts = [torch.zeros_like(low), torch.zeros_like(low)]
     scale, zero = scales(low, high)
-    assert zero is not None, "such a grid has minima"
-    for moved in ((0, 1), (0,), (1,)):
-        start = list(kept)
-        for step in range(-2 if len(moved) == 1 else 0, MSE_STEPS // 2 + 1):
-            cut = [start[end] + step * MSE_SHRINK / MSE_STEPS if end in moved else start[end] for end in (0, 1)]
-            tried = scales(low + cut[0] * (high - low), high - cut[1] * (high - low))
-            error = _power_error(parts, grid, *tried)
-            assert tried[1] is not None
+    assert zero is not None, "an offset grid has minima"
+    for ends in ((0, 1), (0,), (1,)):
+        start = list(best_cuts)
+        for step in range(-2 if len(ends) == 1 else 0, MSE_STEPS // 2 + 1):
+            cuts = [start[end] + step * MSE_SHRINK / MSE_STEPS if end in ends else start[end] for end in (0, 1)]
+            candidate = scales(low + cuts[0] * (high - low), high - cuts[1] * (high - low))
+            error = _power_error(parts, grid, *candidate)
+            assert candidate[1] is not None
             better = error < best
             best = torch.where(better, error, best)
-            kept = [torch.where(better, new, old) for new, old in zip(cut, kept, strict=True)]
-            scale, zero = torch.where(better, tried[0], scale), torch.where(better, tried[1], zero)
+            best_cuts = [torch.where(better, new, old) for new, old in zip(cuts, best_cuts, strict=True)]
+            scale, zero = torch.where(better, candidate[0], scale), torch.where(better, candidate[1], zero)
     return scale, zero
 
 
 def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The sum of |w - Q(w)|^MSE_NORM over each group, computed in chunks of rows (or of one long group)."""
+    """Sum |w - Q(w)|^MSE_NORM over each group, in chunks of rows (or of one long group)."""
     chunk = CACHED if parts.device.type == "cpu" else GPU_CHUNK
     rows = max(1, chunk // parts[0].numel())
     columns = max(1, chunk // parts.shape[1]) if rows == 1 else parts.shape[2]
-    found = torch.zeros_like(scale)
+    errors = torch.zeros_like(scale)
     for top in range(0, parts.shape[0], rows):
         at = slice(top, top + rows)
         step, shift = scale[at, :, None], None if zero is None else zero[at, :, None]
         for part in parts[at].split(columns, dim=-1):
             rounded = grid.decode(grid.encode(part, step, shift), step, shift)
-            found[at] += (rounded - part).abs_().pow_(MSE_NORM).sum(-1)
-    return found
+            errors[at] += (rounded - part).abs_().pow_(MSE_NORM).sum(-1)
+    return errors
 
 
 def _percentiles(weight: Tensor, group_size: GroupSize, symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
-    """(low, high), [out, groups]: the range of `percentile` of a group's magnitudes (of its values at each end).
+    """Return the range of `percentile` of a group's magnitudes, or of its values at each end if not symmetric.
 
     Each limit is the weight of rank ceil(percentile * size), without interpolation.
+
+    Returns:
+        (low, high), [out, groups] each.
     """
     width = weight.shape[1]
-    whole = width // group_size * group_size if isinstance(group_size, int) else width
-    if 0 < whole < width:  # ranks in the short last group are computed separately
-        found = [
-            _percentiles(part, group_size, symmetric, percentile) for part in (weight[:, :whole], weight[:, whole:])
+    full_width = width // group_size * group_size if isinstance(group_size, int) else width
+    if 0 < full_width < width:  # ranks in the short last group are computed separately
+        limits = [
+            _percentiles(part, group_size, symmetric, percentile)
+            for part in (weight[:, :full_width], weight[:, full_width:])
         ]
-        lows, highs = zip(*found, strict=True)
+        lows, highs = zip(*limits, strict=True)
         return torch.cat(lows, dim=1), torch.cat(highs, dim=1)
-    parts = grouped(weight, group_size if whole else "channel")
+    parts = grouped(weight, group_size if full_width else "channel")
     rank = math.ceil(percentile * parts.shape[-1])
     if symmetric:
         high = parts.abs().kthvalue(rank, dim=-1).values
@@ -340,11 +417,20 @@ def quantize(
     rows: int = 1,
     signed: bool = False,
 ) -> Codes:
-    """Round every weight to the nearest value of the grid. mask: True for kept weights; the others become zero.
+    """Round every weight to the nearest value of the grid.
 
-    dtype: the dtype of scales that are stored as floats. shared_absmax: see `fit_shared`. rows: rows that share their
-    scales; more than one needs a group size that divides the width, or 'channel', and a grid whose scales share no
-    numbers. signed: see `fit`.
+    Args:
+        weight: the weight.
+        grid: the number grid.
+        group_size: columns of a group.
+        symmetric: whether to quantize without zero points.
+        search: see `fit`.
+        mask: True for unpruned weights; the others become zero.
+        dtype: the dtype of scales that are stored as floats.
+        shared_absmax: see `fit_shared`.
+        rows: rows that share their scales. More than one needs a group size that divides the width, or 'channel', and a
+            grid whose scales share no numbers.
+        signed: see `fit`.
     """
     if mask is not None:
         weight = weight * mask
@@ -367,13 +453,15 @@ def store(codes: Tensor, grid: Grid) -> Tensor:
 
 
 def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
-    """The number of groups that became all zero because the scale they need is too small to store."""
+    """Count the groups that became all zero because the scale they need is too small to store."""
     order = None if codes.group_index is None else codes.group_index.argsort(stable=True)
 
     def largest(values: Tensor) -> Tensor:
         low, high = grouped(values if order is None else values[:, order], codes.group_size).aminmax(dim=-1)
         return torch.maximum(-low, high)
 
-    before = largest(weight)
-    far = (before > 0) & (codes.scale.abs() > 2.5 * before / codes.grid.span)  # powers of two may be twice as large
-    return int((far & (largest(codes.dense()) == 0)).sum()) if bool(far.any()) else 0
+    weight_max = largest(weight)
+    has_tiny_scale = (weight_max > 0) & (
+        codes.scale.abs() > 2.5 * weight_max / codes.grid.span
+    )  # powers of two may be twice as large
+    return int((has_tiny_scale & (largest(codes.dense()) == 0)).sum()) if bool(has_tiny_scale.any()) else 0

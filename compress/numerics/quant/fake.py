@@ -22,29 +22,29 @@ from compress.numerics.quant.grids import Grid
 
 
 def levels(grid: Grid) -> tuple[float, float]:
-    """The lowest and the highest value of a grid at scale 1 without a zero point."""
-    ends = torch.tensor([-1e30, 1e30])
-    low, high = grid.decode(grid.encode(ends, torch.ones(2), None), torch.ones(2), None).tolist()
+    """Return the lowest and the highest value of a grid at scale 1 without a zero point."""
+    extremes = torch.tensor([-1e30, 1e30])
+    low, high = grid.decode(grid.encode(extremes, torch.ones(2), None), torch.ones(2), None).tolist()
     return low, high
 
 
 class _LearnedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
-        found = grid.decode(grid.encode(values, scale, zero), scale, zero)
-        ctx.save_for_backward(values, scale, zero, found)
+        rounded = grid.decode(grid.encode(values, scale, zero), scale, zero)
+        ctx.save_for_backward(values, scale, zero, rounded)
         ctx.levels = levels(grid)
-        return found
+        return rounded
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         (gradient,) = gradients
-        values, scale, zero, found = ctx.saved_tensors
+        values, scale, zero, rounded = ctx.saved_tensors
         low, high = ctx.levels
-        at = values / scale
-        whole = at if zero is None else at + zero
-        inside = (whole > low) & (whole < high)
-        to_scale = (gradient * (found / scale - at * inside)).sum(-1, keepdim=True)
+        scaled = values / scale
+        shifted = scaled if zero is None else scaled + zero
+        inside = (shifted > low) & (shifted < high)
+        to_scale = (gradient * (rounded / scale - scaled * inside)).sum(-1, keepdim=True)
         to_zero = None if zero is None else -(gradient * ~inside * scale).sum(-1, keepdim=True)
         return gradient * inside, to_scale, to_zero, None
 
@@ -55,14 +55,14 @@ def learned_step(
     zero: Float[Tensor, "rows groups 1"] | None,
     grid: Grid,
 ) -> Float[Tensor, "rows groups size"]:
-    """Values rounded to the grid, with LSQ's gradients.
+    """Round values to the grid, with LSQ's gradients.
 
-    LSQ multiplies the gradient of a scale by 1 / sqrt(n Q) (section 2.2), so that plain gradient descent moves it, as
-    a share of itself, as far as weights. AdamW and Lion divide gradients by their size, so the factor is left out.
+    LSQ multiplies the gradient of a scale by 1 / sqrt(n Q) (section 2.2), so that plain gradient descent changes it, as
+    a fraction of itself, as much as weights. AdamW and Lion divide gradients by their size, so the factor is omitted.
     """
     return _LearnedStep.apply(values, scale, zero, grid)  # type: ignore[return-value]
 
 
 def straight(values: Float[Tensor, "*any"], rounded: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """`rounded`, bit for bit, with the gradient of `values` (straight-through estimator)."""
+    """Return `rounded`, bit for bit, with the gradient of `values` (straight-through estimator)."""
     return rounded.detach() + (values - values.detach())

@@ -27,61 +27,76 @@ WIDER = 1.04  # the best of 1, 1.02, 1.04 and 1.06 for 3inst with 2^12 states at
 
 
 def length_of(code: Code) -> int:
-    """Weights of a state, V."""
+    """Return the number of weights of a state, V."""
     return 2 if code == "hyb" else 1
 
 
 def values_of(
     code: Code, states: int, table: Float[Tensor, "entries 2"] | None = None, device: torch.device | None = None
 ) -> Float[Tensor, "states length"]:
-    """The values of all 2^states states, in float32. table: only for hyb."""
-    every = torch.arange(1 << states, device=device)
+    """Compute the values of all 2^states states, in float32.
+
+    Args:
+        code: the code.
+        states: bits of a state.
+        table: codebook of hyb; None for the other codes.
+        device: device of the values.
+    """
+    indices = torch.arange(1 << states, device=device)
     if code == "1mad":
-        return one_mad(every)[:, None]
+        return one_mad(indices)[:, None]
     if code == "3inst":
-        return three_instructions(every)[:, None]
+        return three_instructions(indices)[:, None]
     assert table is not None
-    return hybrid(every, table.float())
+    return hybrid(indices, table.float())
 
 
 def one_mad(states: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Section 3.1.1, algorithm 1: the sum of the four bytes of a x + b, of mean 510, divided by its deviation."""
-    found = (states.long() * 34038481 + 76625530) & 0xFFFFFFFF
-    bytes_ = found[:, None] >> torch.arange(0, 32, 8, device=found.device) & 255
+    """Map states to normalized sums of the four bytes of a x + b (section 3.1.1, algorithm 1).
+
+    The sums have the mean 510 and the deviation `DEVIATION`.
+    """
+    hashes = (states.long() * 34038481 + 76625530) & 0xFFFFFFFF
+    bytes_ = hashes[:, None] >> torch.arange(0, 32, 8, device=hashes.device) & 255
     return divided((bytes_.sum(1) - 510).float(), DEVIATION)
 
 
 def three_instructions(states: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Section 3.1.1, algorithm 2: the sum of two numbers in float16, 0.922 with other signs and mantissas, and with
-    other last two bits of the exponent: those of the halves of a x + b."""
-    found = (states.long() * 89226354 + 64248484) & 0xFFFFFFFF
-    halves = torch.stack([found & 0xFFFF, found >> 16]) & 0b1000111111111111
+    """Sum two float16 numbers made from the halves of a x + b (section 3.1.1, algorithm 2).
+
+    Each number is 0.922 with the sign, the mantissa and the last two bits of the exponent replaced.
+    """
+    hashes = (states.long() * 89226354 + 64248484) & 0xFFFFFFFF
+    halves = torch.stack([hashes & 0xFFFF, hashes >> 16]) & 0b1000111111111111
     halves = halves ^ torch.tensor(0.922, dtype=torch.float16).view(torch.int16).long().to(states.device)
     return _float16(halves).float().sum(0).half().float()
 
 
 def hybrid(states: Int[Tensor, " n"], table: Float[Tensor, "entries 2"]) -> Float[Tensor, "n 2"]:
-    """Section 3.1.2, algorithm 3: bits 14 - Q + 1 to 14 of x^2 + x are an index, and bit 15 the second value's sign."""
+    """Look up two values in a table (section 3.1.2, algorithm 3).
+
+    Bits 14 - Q + 1 to 14 of x^2 + x are the index; bit 15 is the sign of the second value.
+    """
     states = states.long()
-    found = (states * states + states) & 0xFFFFFFFF
+    hashes = (states * states + states) & 0xFFFFFFFF
     entries = len(table)
-    pairs = table[found >> (15 - (entries.bit_length() - 1)) & (entries - 1)]
-    sign = 1 - 2 * (found >> 15 & 1)
+    pairs = table[hashes >> (15 - (entries.bit_length() - 1)) & (entries - 1)]
+    sign = 1 - 2 * (hashes >> 15 & 1)
     return torch.stack([pairs[:, 0], pairs[:, 1] * sign], dim=1)
 
 
 @cache
 def first_table() -> Float[Tensor, "entries 2"]:
-    """The table of hyb: k-means of Gaussian pairs (section 3.1.2), with mean 0 and variance 1."""
+    """Compute the initial table of hyb: k-means of Gaussian pairs (section 3.1.2), with mean 0 and variance 1."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(SAMPLE, 2, generator=generator)
-    found = vector_kmeans(points, torch.ones(SAMPLE), 1 << TABLE_BITS, generator)
-    found = found - found.mean(0)
-    return found / found.square().mean().sqrt()
+    table = vector_kmeans(points, torch.ones(SAMPLE), 1 << TABLE_BITS, generator)
+    table = table - table.mean(0)
+    return table / table.square().mean().sqrt()
 
 
 def best_scale(bits: float, values: Float[Tensor, "states length"]) -> float:
-    """The scale of the values of a code with the least squared error for a Gaussian source of variance 1.
+    """Return the scale of the values of a code with the least squared error for a Gaussian source of variance 1.
 
     The best reproduction of such a source at k bits has the variance 1 - 4^-k, the source's less the distortion (Cover
     and Thomas, Elements of information theory, section 10.3.2). Trellises of few states do better with `WIDER` values.
@@ -90,5 +105,5 @@ def best_scale(bits: float, values: Float[Tensor, "states length"]) -> float:
 
 
 def _float16(bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Numbers in float16 with these bits."""
+    """Return the float16 numbers with these bits."""
     return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16).view(torch.float16)

@@ -34,10 +34,13 @@ from compress.numerics.quant.tiles import TileScale
 class Grid(ABC):
     """A set of representable values, closed under a positive scale.
 
-    name: its key in a recipe. bits: storage per value. scaling: which scales are representable and how they are stored.
-    group_size: the only group size that the grid allows, if it fixes one. averaged: by default a scale is the mean
-    magnitude of its weights; a scale search can override this. centered: training chooses the codes from the weight
-    minus the mean of its matrix.
+    Attributes:
+        name: key of the grid in a recipe.
+        bits: storage per value.
+        scaling: which scales are representable and how they are stored.
+        group_size: the only group size that the grid allows, if it fixes one.
+        averaged: whether a scale is the mean magnitude of its weights by default; a scale search can override this.
+        centered: whether training chooses the codes from the weight minus the mean of its matrix.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Grid(ABC):
     centered: bool = field(default=False, kw_only=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle a grid by its name: a copy of a layer has the same grid, not an equal one."""
+        """Copy and pickle a grid by its name: a copy of a layer has the identical grid, not an equal one."""
         if GRIDS.get(self.name) is self:
             return grid_named, (self.name,)
         return super().__reduce_ex__(protocol)
@@ -60,7 +63,7 @@ class Grid(ABC):
 
     @property
     def has_zero(self) -> bool:
-        """Whether zero is one of its values; pruned weights need it."""
+        """Whether zero is a value of the grid; pruned weights need it."""
         return True
 
     @property
@@ -75,12 +78,12 @@ class Grid(ABC):
 
     @property
     def offset(self) -> bool:
-        """Whether every group has a minimum, which is added to its values, in place of a zero point."""
+        """Whether every group has a minimum, which is added to its values, instead of a zero point."""
         return False
 
     @property
     def block(self) -> int:
-        """The number of columns that share the numbers of their scales; the width of a weight is a multiple of it."""
+        """The number of columns whose scales share numbers; the width of a weight is a multiple of it."""
         together = self.scaling.super_block > 1 or self.scaling.whole_groups
         return self.scaling.super_block * (self.group_size or 1) if together else 1
 
@@ -95,35 +98,43 @@ class Grid(ABC):
         return torch.int8
 
     def encode_zero(self, zero: Tensor, shared: Tensor | None) -> Tensor:
-        """The stored form of zero points or minima."""
+        """Convert zero points or minima to their stored form."""
         return zero.to(torch.int8)
 
     def decode_zero(self, stored: Tensor, shared: Tensor | None) -> Tensor:
-        """The zero points or minima of their stored form."""
+        """Convert stored zero points or minima back."""
         return stored
 
     @property
     def integers(self) -> tuple[int, int] | None:
-        """The lowest and highest code if code = clamp(round(w / scale + zero)), of value (code - zero) * scale."""
+        """The lowest and highest code if code = clamp(round(w / scale + zero)) with the value (code - zero) * scale."""
         return None
 
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of computation for weights of `dtype`: `dtype` with plain float scales, otherwise float32."""
+        """Return the compute dtype for weights of `dtype`: `dtype` with plain float scales, otherwise float32."""
         return dtype if self.scaling.stored is None else torch.float32
 
     @abstractmethod
     def fit(
         self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero) that cover the range [low, high]; the scale is rounded to its stored form (floats to `dtype`).
+        """Compute the scale and zero point that cover the range [low, high].
 
-        low, high: of any shape; scale and zero have the same shape. zero is None when symmetric. shared: the numbers
-        that all scales of the matrix share (`Scaling.fit_shared`); None: fitted to these ranges.
+        Args:
+            low: lower ends of the ranges, of any shape.
+            high: upper ends of the ranges.
+            symmetric: whether to fit without a zero point.
+            dtype: the dtype to which float scales are rounded.
+            shared: the numbers that all scales of the matrix share (`Scaling.fit_shared`); None: fitted to these
+                ranges.
+
+        Returns:
+            (scale, zero) in the shape of `low`; zero is None if symmetric. The scale is rounded to its stored form.
         """
 
     @abstractmethod
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The codes of the nearest grid values, as integers in the dtype of `values`."""
+        """Return the codes of the nearest grid values, as integers in the dtype of `values`."""
 
     @abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -190,7 +201,7 @@ class IntGrid(Grid):
 class OffsetGrid(Grid):
     """Unsigned integers of `bits` bits with a scale and a minimum: w = code * scale + minimum.
 
-    The minimum takes the place of the zero point. If scales are integers of super-blocks, it is at most zero.
+    The minimum replaces the zero point. If scales are integers of super-blocks, the minimum is at most zero.
     """
 
     @property
@@ -250,7 +261,7 @@ class SymmetricGrid(Grid):
 
 
 def _borders_below(values: Tensor, borders: Tensor) -> Tensor:
-    """The number of sorted borders below each value; a transposed tensor is made contiguous first."""
+    """Count the sorted borders below each value; a transposed tensor is made contiguous first."""
     return torch.bucketize(values.contiguous(), borders)
 
 
@@ -302,7 +313,7 @@ class Float4Grid(SymmetricGrid):
 
 @dataclass(frozen=True)
 class Float8Grid(SymmetricGrid):
-    """An 8-bit float; the code is its bit pattern (0..255); values round to nearest even, with saturation."""
+    """An 8-bit float; the code is its bit pattern (0 to 255). Values are rounded to nearest even, with saturation."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
 
@@ -378,5 +389,9 @@ GRIDS: dict[str, Grid] = {grid.name: grid for grid in _GRIDS}
 
 
 def grid_named(name: str) -> Grid:
-    """The grid of this name. Raises KeyError."""
+    """Return the grid of this name.
+
+    Raises:
+        KeyError: if there is no such grid.
+    """
     return GRIDS[name]

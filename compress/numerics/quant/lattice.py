@@ -37,43 +37,45 @@ GAUSSIAN = {2: 0.97, 3: 1.02, 4: 1.12}
 
 @cache
 def magnitudes() -> Float[Tensor, "256 8"]:
-    """The vectors of the first byte of E8P, by squared norm."""
-    every = sorted(itertools.product((0.5, 1.5, 2.5), repeat=LENGTH), key=lambda v: (sum(x * x for x in v), max(v), v))
-    return torch.tensor(every[:256])
+    """Return the vectors of the first byte of E8P, by squared norm."""
+    vectors = sorted(
+        itertools.product((0.5, 1.5, 2.5), repeat=LENGTH), key=lambda v: (sum(x * x for x in v), max(v), v)
+    )
+    return torch.tensor(vectors[:256])
 
 
 @cache
 def roots() -> Float[Tensor, "256 8"]:
-    """The points of E8 of the smallest norms: whole numbers with an even sum, or halves with an even sum."""
-    whole = itertools.product((-1.0, 0.0, 1.0), repeat=LENGTH)
+    """Return the points of E8 of the smallest norms: integers with an even sum, or halves with an even sum."""
+    integers = itertools.product((-1.0, 0.0, 1.0), repeat=LENGTH)
     halves = itertools.product((-0.5, 0.5), repeat=LENGTH)
-    points = [v for v in itertools.chain(whole, halves) if sum(v) % 2 == 0 and sum(x * x for x in v) <= 4]
+    points = [v for v in itertools.chain(integers, halves) if sum(v) % 2 == 0 and sum(x * x for x in v) <= 4]
     return torch.tensor(sorted(points, key=lambda v: (sum(x * x for x in v), v))[:256])
 
 
 def count_bytes(bits: int) -> int:
-    """The bytes of a run with so many bits per weight."""
+    """Return the number of bytes of a run of weights at `bits` bits per weight."""
     return sum(2 if book == "e8p" else 1 for book, _ in STAGES[bits])
 
 
 def nearest(runs: Float[Tensor, "n 8"], bits: int) -> Int[Tensor, "n bytes"]:
-    """The codes of the nearest points; those of a second codebook are for what the first one leaves."""
-    found, left = [], runs
+    """Return the codes of the nearest points; a second codebook encodes the residual of the first."""
+    stage_codes, residual = [], runs
     for book, scale in STAGES[bits]:
-        codes = torch.cat([_ENCODE[book](part / scale) for part in left.split(CHUNK)])
-        left = left - _DECODE[book](codes) * scale
-        found.append(codes)
-    return torch.cat(found, dim=1)
+        codes = torch.cat([_ENCODE[book](part / scale) for part in residual.split(CHUNK)])
+        residual = residual - _DECODE[book](codes) * scale
+        stage_codes.append(codes)
+    return torch.cat(stage_codes, dim=1)
 
 
 def decode(codes: Int[Tensor, "n bytes"], bits: int) -> Float[Tensor, "n 8"]:
-    """The points of codes."""
-    found, at = [], 0
+    """Return the points of codes."""
+    points, offset = [], 0
     for book, scale in STAGES[bits]:
         size = 2 if book == "e8p" else 1
-        found.append(_DECODE[book](codes[:, at : at + size]) * scale)
-        at += size
-    return torch.stack(found).sum(0)
+        points.append(_DECODE[book](codes[:, offset : offset + size]) * scale)
+        offset += size
+    return torch.stack(points).sum(0)
 
 
 def _encode_e8(runs: Float[Tensor, "n 8"]) -> Int[Tensor, "n 1"]:
@@ -87,37 +89,42 @@ def _decode_e8(codes: Int[Tensor, "n 1"]) -> Float[Tensor, "n 8"]:
 
 def _encode_e8p(runs: Float[Tensor, "n 8"]) -> Int[Tensor, "n 2"]:
     vectors = magnitudes().to(runs)
-    odd = vectors.sum(1).remainder(2) != 0  # then the number of minus signs is odd
-    best, found = torch.full(runs.shape[:1], torch.inf, device=runs.device), None
+    is_odd = vectors.sum(1).remainder(2) != 0  # then the number of minus signs is odd
+    best, best_codes = torch.full(runs.shape[:1], torch.inf, device=runs.device), None
     for shift in (SHIFT, -SHIFT):
         values = runs - shift
-        size = values.abs()
-        wrong = ((values < 0).sum(1).remainder(2) != 0)[:, None] ^ odd
+        absolute = values.abs()
+        is_wrong_parity = ((values < 0).sum(1).remainder(2) != 0)[:, None] ^ is_odd
         # |v - a|^2 = |v|^2 - 2 (|v| a - |a|^2 / 2), and a wrong parity costs the cheapest flip, 4 |v_i| a_i
-        flips = (size[:, None] * vectors).amin(-1)
-        cost = vectors.square().sum(1) - 2 * size @ vectors.T + 4 * flips * wrong + values.square().sum(1, keepdim=True)
-        least, index = cost.min(1)
+        flips = (absolute[:, None] * vectors).amin(-1)
+        cost = (
+            vectors.square().sum(1)
+            - 2 * absolute @ vectors.T
+            + 4 * flips * is_wrong_parity
+            + values.square().sum(1, keepdim=True)
+        )
+        lowest_cost, index = cost.min(1)
         negative = values < 0
-        flipped = (size * vectors[index]).argmin(1)
-        wrong = wrong.gather(1, index[:, None])[:, 0]
-        negative[wrong, flipped[wrong]] ^= True
+        flipped = (absolute * vectors[index]).argmin(1)
+        is_wrong_parity = is_wrong_parity.gather(1, index[:, None])[:, 0]
+        negative[is_wrong_parity, flipped[is_wrong_parity]] ^= True
         places = 2 ** torch.arange(LENGTH - 1, device=runs.device)
-        second = (negative[:, :-1] * places).sum(1) + (128 if shift < 0 else 0)
-        codes = torch.stack([index, second], dim=1)
-        found = codes if found is None else torch.where((least < best)[:, None], codes, found)
-        best = torch.minimum(least, best)
-    assert found is not None
-    return found.to(torch.uint8)
+        sign_byte = (negative[:, :-1] * places).sum(1) + (128 if shift < 0 else 0)
+        codes = torch.stack([index, sign_byte], dim=1)
+        best_codes = codes if best_codes is None else torch.where((lowest_cost < best)[:, None], codes, best_codes)
+        best = torch.minimum(lowest_cost, best)
+    assert best_codes is not None
+    return best_codes.to(torch.uint8)
 
 
 def _decode_e8p(codes: Int[Tensor, "n 2"]) -> Float[Tensor, "n 8"]:
-    index, second = codes.long().unbind(1)
+    index, sign_byte = codes.long().unbind(1)
     vectors = magnitudes().to(codes.device)[index]
-    negative = (second[:, None] >> torch.arange(LENGTH - 1, device=codes.device) & 1).bool()
-    odd = vectors.sum(1).remainder(2) != 0
-    last = (negative.sum(1).remainder(2) != 0) ^ odd
-    signed = torch.where(torch.cat([negative, last[:, None]], dim=1), -vectors, vectors)
-    return signed + torch.where(second >= 128, -SHIFT, SHIFT)[:, None]
+    negative = (sign_byte[:, None] >> torch.arange(LENGTH - 1, device=codes.device) & 1).bool()
+    is_odd = vectors.sum(1).remainder(2) != 0
+    last_negative = (negative.sum(1).remainder(2) != 0) ^ is_odd
+    signed = torch.where(torch.cat([negative, last_negative[:, None]], dim=1), -vectors, vectors)
+    return signed + torch.where(sign_byte >= 128, -SHIFT, SHIFT)[:, None]
 
 
 _ENCODE = {"e8p": _encode_e8p, "e8": _encode_e8}

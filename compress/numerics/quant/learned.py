@@ -22,12 +22,12 @@ FACTORS = (0.5, 1.5)  # bounds of a scale, relative to its initial value
 
 
 class _Rounded(torch.autograd.Function):
-    """Q(wanted + shift * s) with s = scale * factor; tensors are [rows, groups, size], scales [rows, groups, 1]."""
+    """Q(target + shift * s) with s = scale * factor; tensors are [rows, groups, size], scales [rows, groups, 1]."""
 
     @staticmethod
     def forward(ctx: Any, shift: Tensor, factor: Tensor, learned: LearnedRounding) -> Tensor:
         scale = learned.scale * factor
-        moved = torch.addcmul(learned.wanted, shift, scale)
+        moved = torch.addcmul(learned.target, shift, scale)
         value = learned.grid.decode(learned.grid.encode(moved, scale, learned.zero), scale, learned.zero)
         inside = (value - moved).abs() <= learned.half_step * scale.abs()
         ctx.save_for_backward(scale, value, inside)
@@ -39,7 +39,7 @@ class _Rounded(torch.autograd.Function):
         (gradient,) = gradients
         scale, value, inside = ctx.saved_tensors
         # d value / d scale: the level itself, minus the weight's fixed part where the value is not clipped
-        fixed = ctx.learned.wanted * inside
+        fixed = ctx.learned.target * inside
         if ctx.learned.grid.offset:  # a clipped value keeps its distance from the minimum
             fixed = fixed + ctx.learned.zero * ~inside
         level = value.sub(fixed).mul_(gradient)
@@ -49,21 +49,23 @@ class _Rounded(torch.autograd.Function):
 class LearnedRounding:
     """A weight whose rounding is learned; `shift` and `factor` are the parameters.
 
-    wanted: [out, in], the weight to round. start: its initial codes, scales and zero points. mask: True where weights
-    are kept; the others stay exactly zero.
+    Args:
+        target: the weight to round.
+        start: its initial codes, scales and zero points.
+        mask: True for unpruned weights; the others stay exactly zero.
     """
 
-    def __init__(self, wanted: Float[Tensor, "out in"], start: Codes, mask: Bool[Tensor, "out in"] | None) -> None:
-        self.shape = (wanted.shape[0], wanted.shape[1])
+    def __init__(self, target: Float[Tensor, "out in"], start: Codes, mask: Bool[Tensor, "out in"] | None) -> None:
+        self.shape = (target.shape[0], target.shape[1])
         self.grid: Grid = start.grid
         self.group_size: GroupSize = start.group_size
         self.start = start
         self.mask = mask
-        self.wanted = grouped(wanted if mask is None else wanted * mask, start.group_size)
+        self.target = grouped(target if mask is None else target * mask, start.group_size)
         self.scale = start.scale[..., None]
         self.zero = None if start.zero is None else start.zero[..., None]
         self.half_step = _half_step(start.grid)
-        self.shift = torch.zeros_like(self.wanted, requires_grad=True)
+        self.shift = torch.zeros_like(self.target, requires_grad=True)
         self.factor = torch.ones_like(self.scale, requires_grad=start.grid.scaling.free)
 
     @property
@@ -72,7 +74,7 @@ class LearnedRounding:
         return [self.shift, self.factor] if self.factor.requires_grad else [self.shift]
 
     def weight(self) -> Float[Tensor, "out in"]:
-        """The rounded weight, with gradients."""
+        """Return the rounded weight, with gradients."""
         return self._flat(_Rounded.apply(self.shift, self.factor, self))  # type: ignore[arg-type]
 
     def _flat(self, parts: Tensor) -> Tensor:
@@ -86,10 +88,10 @@ class LearnedRounding:
             self.factor.clamp_(*FACTORS)
 
     def codes(self, storage: torch.dtype) -> Codes:
-        """The codes, computed from the scales in their stored form."""
+        """Return the codes, computed from the scales in their stored form."""
         with torch.no_grad():
             scale = self.scale * self.factor
-            moved = torch.addcmul(self.wanted, self.shift, scale)
+            moved = torch.addcmul(self.target, self.shift, scale)
             if self.factor.requires_grad:
                 scale = self.grid.scaling.round(scale * self.grid.span, self.grid.span, storage, None)
             moved = self._flat(moved)
@@ -100,17 +102,23 @@ class LearnedRounding:
 
 
 def learned_bytes(weights: int, moments: int | None) -> int:
-    """Memory that learning the rounding takes in addition to the weight, for an optimizer with so many moments.
+    """Return the memory that learning the rounding takes in addition to the weight, in bytes.
 
-    Per weight: the weight to round and its shift, in float32, and its code, one byte. This is all before the first step
-    (moments None). Then: the shift's gradient and moments; and for the backward pass the rounded value, its gradient,
-    and one byte that says whether the value is clipped.
+    Per weight: the weight to round and its shift, in float32, and its code, one byte. With an optimizer also the
+    gradient and moments of the shift; and for the backward pass the rounded value, its gradient, and one byte that says
+    whether the value is clipped.
+
+    Args:
+        weights: number of weights.
+        moments: moments per parameter of the optimizer; None: before the first step.
     """
     return (4 * 2 + 1 + (0 if moments is None else 4 * (3 + moments) + 1)) * weights
 
 
 def _half_step(grid: Grid) -> float:
-    """Half of the largest distance between neighbouring levels of a grid, at scale 1."""
-    one = torch.ones(1)
-    levels = grid.decode(grid.encode(torch.linspace(-grid.span, grid.span, 4097), one, None), one, None).unique()
+    """Return half of the largest distance between neighbouring levels of a grid, at scale 1."""
+    unit_scale = torch.ones(1)
+    levels = grid.decode(
+        grid.encode(torch.linspace(-grid.span, grid.span, 4097), unit_scale, None), unit_scale, None
+    ).unique()
     return float(levels.diff().max()) / 2 * (1 + 1e-6)

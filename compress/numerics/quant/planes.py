@@ -16,30 +16,35 @@ from compress.numerics.linalg import solve_positive
 
 
 def residual_scales(values: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """(a, b): binarize the weights, then binarize what is left (BiLLM, Huang 2024, equations 3 to 5).
+    """Binarize the weights, then binarize the residual (BiLLM, Huang 2024, equations 3 to 5).
 
-    mean |w| and mean |w - mean |w| sign(w)|: each has the least squared error, the other one fixed. The larger one
-    is a.
+    The scales are mean |w| and mean |w - mean |w| sign(w)|: each has the least squared error for the other one fixed.
+
+    Returns:
+        (a, b), the larger scale first.
     """
     magnitude = values.abs()
-    first = magnitude.mean(1)
-    second = (magnitude - first[:, None]).abs().mean(1)
-    return torch.maximum(first, second), torch.minimum(first, second)
+    scale = magnitude.mean(1)
+    residual_scale = (magnitude - scale[:, None]).abs().mean(1)
+    return torch.maximum(scale, residual_scale), torch.minimum(scale, residual_scale)
 
 
 def residual_error(values: Float[Tensor, "rows n"]) -> Float[Tensor, " rows"]:
-    """The squared error of binarizing the weights, and then what is left: sum w^2 - n (mean |w|)^2 - n (mean |r|)^2."""
+    """Return the squared error of binarizing twice: sum w^2 - n (mean |w|)^2 - n (mean |r|)^2 with r the residual."""
     magnitude = values.abs()
-    first = magnitude.mean(1, keepdim=True)
-    left = (magnitude - first).abs()
-    return left.square().sum(1) - values.shape[1] * left.mean(1).square()
+    scale = magnitude.mean(1, keepdim=True)
+    residual = (magnitude - scale).abs()
+    return residual.square().sum(1) - values.shape[1] * residual.mean(1).square()
 
 
 def split_scales(values: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """(a, b) for weights that are binarized in two sets, those below and those above a break point of the magnitude.
+    """Binarize the weights in two sets, those below and those above a break point of the magnitude.
 
     The scale of a set is its mean magnitude, so that its levels are +-(a - b) and +-(a + b). The break point has the
-    least squared error (BiLLM, Huang 2024, equation 9), found for each row among all of them.
+    least squared error of all break points of the row (BiLLM, Huang 2024, equation 9).
+
+    Returns:
+        (a, b).
     """
     width = values.shape[1]
     below = values.abs().sort(1).values.cumsum(1)
@@ -55,75 +60,86 @@ def split_scales(values: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"
 def split_errors(
     values: Float[Tensor, "rows n"], order: Int[Tensor, " n"], counts: Sequence[int]
 ) -> Iterator[Float[Tensor, " rows"]]:
-    """For each count: the squared error of the columns order[count:] with the scales of `split_scales`.
+    """Compute the squared error of the columns order[count:] with the scales of `split_scales`, for each count.
 
-    Magnitudes are sorted once for all.
+    Magnitudes are sorted once for all counts.
     """
     width = values.shape[1]
     magnitude, column = values.abs().sort(1)
-    place = order.argsort()[column]  # [rows, n]: where the column of each sorted magnitude stands in the order
+    position = order.argsort()[column]  # [rows, n]: where the column of each sorted magnitude stands in the order
     for count in counts:
-        kept = place >= count
-        below, number = (magnitude * kept).cumsum(1), kept.to(magnitude.dtype).cumsum(1)
-        total, left = below[:, -1:], (width - count) - number
-        gain = below.square() / number.clamp(min=1) + (total - below).square() / left.clamp(min=1)
-        yield (magnitude.square() * kept).sum(1) - gain.amax(1)
+        is_included = position >= count
+        below, number_below = (magnitude * is_included).cumsum(1), is_included.to(magnitude.dtype).cumsum(1)
+        total, number_above = below[:, -1:], (width - count) - number_below
+        gain = below.square() / number_below.clamp(min=1) + (total - below).square() / number_above.clamp(min=1)
+        yield (magnitude.square() * is_included).sum(1) - gain.amax(1)
 
 
 def nearest_signs(values: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The signs (1 or -1) of a and b for the nearest of the four levels."""
-    first = torch.where(values > 0, 1.0, -1.0)
+    """Return the signs (1 or -1) of a and b for the nearest of the four levels."""
+    sign = torch.where(values > 0, 1.0, -1.0)
     # the levels of the sign of w are a - b and a + b, and a is half-way between them
-    return first, torch.where(values.abs() > a, first, -first)
+    return sign, torch.where(values.abs() > a, sign, -sign)
 
 
 def greedy(values: Float[Tensor, "rows n"], weights: Float[Tensor, " n"], count: int) -> Float[Tensor, "rows planes"]:
-    """The scales of `count` planes: each is the weighted mean magnitude of what the planes before it leave."""
-    left, share, found = values, weights / weights.sum(), []
+    """Compute the scales of `count` planes in turn.
+
+    Each is the weighted mean magnitude of the residual of the previous planes.
+    """
+    residual, share, scales = values, weights / weights.sum(), []
     for _ in range(count):
-        scale = (left.abs() * share).sum(1, keepdim=True)
-        left = left - torch.where(left > 0, scale, -scale)
-        found.append(scale)
-    return torch.cat(found, dim=1)
+        scale = (residual.abs() * share).sum(1, keepdim=True)
+        residual = residual - torch.where(residual > 0, scale, -scale)
+        scales.append(scale)
+    return torch.cat(scales, dim=1)
 
 
 def alternated(
     values: Float[Tensor, "rows n"], weights: Float[Tensor, " n"], scales: Float[Tensor, "rows planes"], rounds: int
 ) -> Float[Tensor, "rows planes"]:
-    """Improve scales: signs of the nearest levels, then scales by weighted least squares, in turns.
+    """Improve scales: alternate between signs of the nearest levels and scales by weighted least squares.
 
-    Xu 2018 (arXiv 1802.00150), section 3, algorithm 2. The weighted squared error of no row increases. The scales are
-    positive, the largest one first.
+    Xu 2018 (arXiv 1802.00150), section 3, algorithm 2. The weighted squared error of no row increases.
+
+    Args:
+        values: the weights.
+        weights: weight of the squared error of each column.
+        scales: initial scales.
+        rounds: number of alternations.
+
+    Returns:
+        Positive scales in descending order.
     """
     for _ in range(rounds):
         signs = signs_of(nearest_level(values, scales), scales.shape[1])  # [rows, n, planes]
         weighted = signs * weights[:, None]
         # (B^T D B) a = B^T D w; planes that are equal in all weights have no inverse, and stay
-        matrix, wanted = signs.transpose(1, 2) @ weighted, (weighted * values[..., None]).sum(1)
-        solution, solved = solve_positive(matrix, wanted[..., None])
-        found = solution[..., 0]
-        ok = solved & found.isfinite().all(1) & (found.abs() < scales.sum(1, keepdim=True)).all(1)
-        scales = torch.where(ok[:, None], found.abs(), scales).sort(1, descending=True).values
+        matrix, right_side = signs.transpose(1, 2) @ weighted, (weighted * values[..., None]).sum(1)
+        solution, is_solved = solve_positive(matrix, right_side[..., None])
+        solution = solution[..., 0]
+        is_valid = is_solved & solution.isfinite().all(1) & (solution.abs() < scales.sum(1, keepdim=True)).all(1)
+        scales = torch.where(is_valid[:, None], solution.abs(), scales).sort(1, descending=True).values
     return scales
 
 
 def levels_of(scales: Float[Tensor, "rows planes"]) -> Float[Tensor, "rows levels"]:
-    """The sums of +-scale; bit i of the index of a level is the sign of plane i (1: plus)."""
+    """Return the sums of +-scale; bit i of the index of a level is the sign of plane i (1: plus)."""
     count = scales.shape[1]
     index = torch.arange(2**count, device=scales.device)
     return scales @ signs_of(index, count).T.to(scales.dtype)
 
 
 def signs_of(index: Int[Tensor, "*any"], planes: int) -> Float[Tensor, "*any planes"]:
-    """The signs (1 or -1) of every plane for the indices of levels."""
+    """Return the signs (1 or -1) of every plane for the indices of levels."""
     bits = torch.arange(planes, device=index.device)
     return ((index[..., None] >> bits & 1) * 2 - 1).float()
 
 
 class Levels:
-    """The levels of each row in ascending order: the sums of +-scale, with the borders half-way between neighbours.
+    """The levels of each row in ascending order: the sums of +-scale, with borders half-way between neighbours.
 
-    scales: [rows, planes]. Columns that share scales share the levels, so these are made once for a group.
+    Columns that share scales share the levels, so these are computed once for a group.
     """
 
     def __init__(self, scales: Float[Tensor, "rows planes"]) -> None:
@@ -131,11 +147,15 @@ class Levels:
         self._borders = ((self._values[:, 1:] + self._values[:, :-1]) / 2).contiguous()
 
     def nearest(self, values: Float[Tensor, "rows n"]) -> tuple[Int[Tensor, "rows n"], Float[Tensor, "rows n"]]:
-        """(index as in `levels_of`, level) of the nearest level of each value; the lower one of two."""
+        """Return the nearest level of each value; of two equally near ones the lower.
+
+        Returns:
+            (index as in `levels_of`, level).
+        """
         place = torch.searchsorted(self._borders, values.contiguous())
         return self._order.gather(1, place), self._values.gather(1, place)
 
 
 def nearest_level(values: Float[Tensor, "rows n"], scales: Float[Tensor, "rows planes"]) -> Int[Tensor, "rows n"]:
-    """The index of the nearest level of each row."""
+    """Return the index of the nearest level of each value."""
     return Levels(scales).nearest(values)[0]

@@ -15,13 +15,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.native import columns as native
-from compress.native.columns import Integers, Rounded
+from compress.native.columns import Integers, RoundedColumns
 from compress.numerics.column_sweep import PART
 from compress.numerics.linalg import solve_positive
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
 
 CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows: rows * groups^2, at least one row
-GPU_CHUNK = 1 << 24  # the same on a GPU, where each chunk takes some launches per group
+GPU_CHUNK = 1 << 24  # the same on a GPU, where each chunk takes several launches per group
 
 
 def refined(
@@ -34,11 +34,17 @@ def refined(
     order: Int[Tensor, " in"] | None = None,
     signed: bool = False,
 ) -> Codes:
-    """The codes, and the scales where these are free floats, after some rounds of refinement.
+    """Refine the codes, and the scales where these are free floats. The error of no row increases.
 
-    The error of no row increases. hessian: damped, positive definite. dtype: of stored scales. mask: True where codes
-    may differ from zero; `weight` counts everywhere. order: of the columns in coordinate descent; None: as they come.
-    signed: scales may become negative.
+    Args:
+        weight: the weight; it counts everywhere, also where `mask` is False.
+        codes: initial codes.
+        hessian: damped, positive definite.
+        rounds: rounds of refinement.
+        dtype: dtype of stored scales.
+        mask: True where codes may differ from zero.
+        order: order of the columns in coordinate descent; None: unchanged.
+        signed: whether scales may become negative.
     """
     weight = weight.float()
     for _ in range(rounds):
@@ -57,79 +63,92 @@ def refined_sum(
     masks: Sequence[Bool[Tensor, "out in"] | None] | None = None,
     order: Int[Tensor, " in"] | None = None,
 ) -> list[Codes]:
-    """The terms of a weight that is a sum of codes, each refined in turn for what the others leave; as `refined`.
+    """Refine the terms of a weight that is a sum of codes, each in turn for the residual of the others.
 
-    masks: where the codes of each term may differ from zero.
+    Args:
+        weight: see `refined`.
+        terms: initial codes of each term.
+        hessian: see `refined`.
+        rounds: see `refined`.
+        dtype: see `refined`.
+        masks: where the codes of each term may differ from zero.
+        order: see `refined`.
     """
-    found, weight = list(terms), weight.float()
-    masks = [None] * len(found) if masks is None else masks
-    dense = [codes.dense() for codes in found]
+    refined_terms, weight = list(terms), weight.float()
+    masks = [None] * len(refined_terms) if masks is None else masks
+    dense = [codes.dense() for codes in refined_terms]
     for _ in range(rounds):
         for i, mask in enumerate(masks):
-            rest = weight - sum(other for j, other in enumerate(dense) if j != i)
-            found[i] = refined(rest, found[i], hessian, 1, dtype, mask, order)
-            dense[i] = found[i].dense()
-    return found
+            residual = weight - sum(values for j, values in enumerate(dense) if j != i)
+            refined_terms[i] = refined(residual, refined_terms[i], hessian, 1, dtype, mask, order)
+            dense[i] = refined_terms[i].dense()
+    return refined_terms
 
 
 def refits(codes: Codes) -> bool:
-    """Whether scales are found by least squares: floats of their own for each row."""
+    """Whether scales are found by least squares: floats that are not shared by several rows."""
     return codes.grid.free_scales and codes.group_size != "tensor" and codes.rows == 1
 
 
 def refine_bytes(rows: int, width: int) -> int:
-    """Peak memory of `refined`: the Hessian and a copy, and six matrices of the size of the weight."""
+    """Return the peak memory of `refined` in bytes: the Hessian and a copy, and six matrices like the weight."""
     return 4 * (2 * width * width + 6 * rows * width)
 
 
 def _refitted(
-    wanted: Float[Tensor, "out in"], codes: Codes, hessian: Float[Tensor, "in in"], dtype: torch.dtype, signed: bool
+    target: Float[Tensor, "out in"], codes: Codes, hessian: Float[Tensor, "in in"], dtype: torch.dtype, signed: bool
 ) -> Codes:
-    """The codes with the scales of the least error, in their stored form; rows whose error would not fall stay.
+    """Replace the scales by those of the least error, in their stored form.
 
-    wanted: W H. With L_g the levels of group g and zeros elsewhere, sum_h (L_g H L_h^T) s_h = L_g H w^T for all g.
+    Rows whose error would not decrease keep their scales. With L_g the levels of group g and zeros elsewhere,
+    sum_h (L_g H L_h^T) s_h = L_g H w^T for all g.
+
+    Args:
+        target: W H.
     """
-    width, grid = wanted.shape[1], codes.grid
+    width, grid = target.shape[1], codes.grid
     zero = None if codes.zero is None else spread(codes.zero, width, codes.group_size, codes.group_index)
     levels = grid.decode(codes.codes, torch.ones_like(codes.scale[:1, :1]), zero).float()
     if codes.group_index is not None:  # the columns of a group side by side
-        order = codes.group_index.argsort(stable=True).to(wanted.device)
-        levels, wanted, hessian = levels[:, order], wanted[:, order], hessian[order][:, order]
+        order = codes.group_index.argsort(stable=True).to(target.device)
+        levels, target, hessian = levels[:, order], target[:, order], hessian[order][:, order]
     scale, span = codes.scale.clone(), grid.span
     chunk = GPU_CHUNK if levels.device.type == "cuda" else CHUNK
     for rows in torch.arange(len(levels), device=levels.device).split(max(1, chunk // scale.shape[1] ** 2)):
-        before, matrix = scale[rows], _products(levels[rows], hessian, codes.group_size)
-        aim = grouped(wanted[rows] * levels[rows], codes.group_size).sum(-1)
-        found = _solved(matrix, aim, before)
-        size = grid.scaling.round(found.abs() * span, span, dtype, codes.shared)
-        fits = found.isfinite() & (found != 0) & (True if signed else found > 0)
-        after = torch.where(fits, size * found.sign(), before)
+        old_scale, matrix = scale[rows], _products(levels[rows], hessian, codes.group_size)
+        right_side = grouped(target[rows] * levels[rows], codes.group_size).sum(-1)
+        solution = _solved(matrix, right_side, old_scale)
+        rounded = grid.scaling.round(solution.abs() * span, span, dtype, codes.shared)
+        is_valid = solution.isfinite() & (solution != 0) & (True if signed else solution > 0)
+        new_scale = torch.where(is_valid, rounded * solution.sign(), old_scale)
         # the error of scales s is s M s^T - 2 s L H w^T + w H w^T
-        rise = ((after - before) * ((matrix @ (after + before)[..., None])[..., 0] - 2 * aim)).sum(1)
-        scale[rows] = torch.where((rise < 0)[:, None], after, before)
+        error_change = (
+            (new_scale - old_scale) * ((matrix @ (new_scale + old_scale)[..., None])[..., 0] - 2 * right_side)
+        ).sum(1)
+        scale[rows] = torch.where((error_change < 0)[:, None], new_scale, old_scale)
     return replace(codes, scale=scale)
 
 
 def _products(
     levels: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"], group_size: GroupSize
 ) -> Float[Tensor, "out groups groups"]:
-    """M[r, g, h] = L_g H L_h^T of each row."""
+    """Compute M[r, g, h] = L_g H L_h^T for each row r."""
     count = groups_in(levels.shape[1], group_size)
-    found = levels.new_empty(len(levels), count, count)
+    products = levels.new_empty(len(levels), count, count)
     for group in range(count):
         start = 0 if count == 1 else group * int(group_size)
-        own = slice(start, None if count == 1 else start + int(group_size))
-        reach = (levels[:, own] @ hessian[own, start:]).mul_(levels[:, start:])
-        found[:, group, group:] = found[:, group:, group] = grouped(reach, group_size).sum(-1)
-    return found
+        columns = slice(start, None if count == 1 else start + int(group_size))
+        weighted = (levels[:, columns] @ hessian[columns, start:]).mul_(levels[:, start:])
+        products[:, group, group:] = products[:, group:, group] = grouped(weighted, group_size).sum(-1)
+    return products
 
 
-def _solved(matrix: Tensor, wanted: Tensor, start: Tensor) -> Tensor:
-    """The solution of each row's equations; a group without levels and a row without a solution keep their scales."""
-    empty = matrix.diagonal(dim1=1, dim2=2) == 0
-    matrix = matrix + torch.diag_embed(empty.to(matrix.dtype))
-    found, solved = solve_positive(matrix, torch.where(empty, start, wanted)[..., None])
-    return torch.where(solved[:, None], found[..., 0], start)
+def _solved(matrix: Tensor, right_side: Tensor, start: Tensor) -> Tensor:
+    """Solve the equations of each row; a group without levels and a row without a solution keep their scales."""
+    is_empty = matrix.diagonal(dim1=1, dim2=2) == 0
+    matrix = matrix + torch.diag_embed(is_empty.to(matrix.dtype))
+    solution, is_solved = solve_positive(matrix, torch.where(is_empty, start, right_side)[..., None])
+    return torch.where(is_solved[:, None], solution[..., 0], start)
 
 
 def _descended(
@@ -139,35 +158,37 @@ def _descended(
     mask: Bool[Tensor, "out in"] | None,
     order: Int[Tensor, " in"] | None,
 ) -> Int[Tensor, "out in"]:
-    """New codes, each the best one given all others when its column is reached."""
+    """Return new codes, each the best one for the current values of all others when its column is reached."""
     width, grid = weight.shape[1], codes.grid
     order = torch.arange(width, device=weight.device) if order is None else order
 
     def by_column(per_group: Tensor) -> Tensor:
-        every = spread(per_group, width, codes.group_size, codes.group_index).expand(len(weight), width)
-        return every[:, order].T.contiguous()
+        expanded = spread(per_group, width, codes.group_size, codes.group_index).expand(len(weight), width)
+        return expanded[:, order].T.contiguous()
 
     scale, zero = by_column(codes.scale), None if codes.zero is None else by_column(codes.zero)
-    found = weight.new_empty(width, len(weight))
+    new_codes = weight.new_empty(width, len(weight))
     keep = None if mask is None else mask[:, order].T
 
-    def rounded(place: int, wanted: Tensor) -> Tensor:
+    def rounded(place: int, target: Tensor) -> Tensor:
         if keep is not None:
-            wanted = wanted * keep[place]
+            target = target * keep[place]
         shift = None if zero is None else zero[place]
-        found[place] = grid.encode(wanted, scale[place], shift)
-        return grid.decode(found[place], scale[place], shift)
+        new_codes[place] = grid.encode(target, scale[place], shift)
+        return grid.decode(new_codes[place], scale[place], shift)
 
-    def at_once(at: slice, slope: Tensor, old: Tensor, matrix: Tensor, pivots: Tensor) -> Rounded | None:
+    def round_together(
+        columns: slice, slope: Tensor, old: Tensor, matrix: Tensor, pivots: Tensor
+    ) -> RoundedColumns | None:
         if grid.integers is None or not native.usable(weight):
             return None
-        integers = Integers(*grid.integers, scale[at], None if zero is None else zero[at])
-        done = native.descend(slope, old, matrix, pivots, integers, None if keep is None else keep[at])
-        found[at] = done.codes
-        return done
+        integers = Integers(*grid.integers, scale[columns], None if zero is None else zero[columns])
+        rounded_columns = native.descend(slope, old, matrix, pivots, integers, None if keep is None else keep[columns])
+        new_codes[columns] = rounded_columns.codes
+        return rounded_columns
 
-    descend(weight, codes.dense(), hessian, order, rounded, at_once)
-    return store(found.T[:, order.argsort()], grid)
+    descend(weight, codes.dense(), hessian, order, rounded, round_together)
+    return store(new_codes.T[:, order.argsort()], grid)
 
 
 def descend(
@@ -176,13 +197,22 @@ def descend(
     hessian: Float[Tensor, "in in"],
     order: Int[Tensor, " in"],
     rule: Callable[[int, Float[Tensor, " out"]], Float[Tensor, " out"]],
-    at_once: Callable[[slice, Tensor, Tensor, Tensor, Tensor], Rounded | None] | None = None,
+    rule_of_part: Callable[[slice, Tensor, Tensor, Tensor, Tensor], RoundedColumns | None] | None = None,
 ) -> Float[Tensor, "out in"]:
-    """Coordinate descent on the error (w - q) H (w - q)^T of each row: every column once, in `order`.
+    """Minimize the error (w - q) H (w - q)^T of each row by coordinate descent: every column once, in `order`.
 
-    start: the first q. rule(place, wanted): the new values of the column at this place of the order, from those that
-    would have the least error, given all other columns as they are. at_once(places, slope, old, matrix, pivots): the
-    same for some columns, as `native.descend`; None: one after the other.
+    Args:
+        weight: w.
+        start: initial q.
+        hessian: H, damped.
+        order: the column of each step.
+        rule: rule(step, target) returns the new values of the column of this step. The target has the least error given
+            all other columns.
+        rule_of_part: rule_of_part(steps, slope, old, matrix, pivots) does the same for consecutive steps, as
+            `native.descend`; it returns None if they must be taken one by one.
+
+    Returns:
+        The new q.
     """
     width = start.shape[1]
     # [in, out]: the gradient of half of the error by each value; a column is contiguous
@@ -191,20 +221,22 @@ def descend(
     new = torch.empty_like(old)
     hessian = hessian[order][:, order]
     pivots = hessian.diagonal()
-    for begin in range(0, width, PART):
-        stop = min(begin + PART, width)
-        at = slice(begin, stop)
-        done = at_once and at_once(at, slope[at], old[at], hessian[at, at], pivots[at])
-        if done:
-            new[at], steps = done.values, done.moves
+    for start_column in range(0, width, PART):
+        stop_column = min(start_column + PART, width)
+        columns = slice(start_column, stop_column)
+        rounded = rule_of_part and rule_of_part(
+            columns, slope[columns], old[columns], hessian[columns, columns], pivots[columns]
+        )
+        if rounded:
+            new[columns], steps = rounded.values, rounded.moves
         else:
-            steps = torch.empty_like(slope[at])
-            for i in range(begin, stop):
+            steps = torch.empty_like(slope[columns])
+            for i in range(start_column, stop_column):
                 # q_i + (w - q) H_i / H_ii: the value of the least error, given all others
                 new[i] = rule(i, torch.addcdiv(old[i], slope[i], pivots[i]))
-                torch.sub(new[i], old[i], out=steps[i - begin])
-                if i + 1 < stop:
-                    slope[i + 1 : stop].addr_(hessian[i, i + 1 : stop], steps[i - begin], alpha=-1)
-        if stop < width:
-            slope[stop:].addmm_(hessian[begin:stop, stop:].T, steps, alpha=-1)
+                torch.sub(new[i], old[i], out=steps[i - start_column])
+                if i + 1 < stop_column:
+                    slope[i + 1 : stop_column].addr_(hessian[i, i + 1 : stop_column], steps[i - start_column], alpha=-1)
+        if stop_column < width:
+            slope[stop_column:].addmm_(hessian[start_column:stop_column, stop_column:].T, steps, alpha=-1)
     return new.T[:, order.argsort()]

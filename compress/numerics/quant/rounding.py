@@ -1,4 +1,4 @@
-"""Rounding inside the column sweep: the column rule of GPTQ, with its codes and the values that it rounded."""
+"""Rounding inside the column sweep: the column rule of GPTQ, with its codes and the values before rounding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ from compress.numerics.quant.grids import Grid
 
 @dataclass(frozen=True)
 class GridOptions:
-    """The grid and scales that a weight is rounded to: options of `codes.fit`, under the same names.
+    """The grid and scales that a weight is rounded to: options of `codes.fit`.
 
-    known: the scales and zero points of all groups, [out, groups], which are then not fitted; they need an order of the
-    columns (`round_columns`) and groups that are not formed in that order.
+    Attributes:
+        grid: see `codes.fit`.
+        group_size: see `codes.fit`.
+        symmetric: see `codes.fit`.
+        search: see `codes.fit`.
+        dtype: see `codes.fit`.
+        shared_absmax: see `codes.fit_shared`.
+        importance: see `codes.fit`.
+        signed: see `codes.fit`.
+        fixed_scales: scales and zero points of all groups, [out, groups], which are then not fitted. They need an order
+            of the columns (`round_columns`) and groups that are formed before the columns are reordered.
     """
 
     grid: Grid
@@ -33,7 +42,7 @@ class GridOptions:
     shared_absmax: float | None = None
     importance: Float[Tensor, " in"] | None = None
     signed: bool = False
-    known: tuple[Tensor, Tensor | None] | None = None
+    fixed_scales: tuple[Tensor, Tensor | None] | None = None
 
 
 def round_columns(
@@ -43,22 +52,30 @@ def round_columns(
     mask: Bool[Tensor, "out in"] | None = None,
     order: Int[Tensor, " in"] | None = None,
     regroup: bool = False,
-    keep_wanted: bool = False,
+    record_targets: bool = False,
 ) -> Rounding:
     """Round column by column and compensate each error in the later columns (GPTQ, algorithm 1).
 
-    Returns the rule; its `codes` are the result. factor: U of `linalg.inverse_factor`, in the order of the sweep. mask:
-    True where a weight is kept. order: the order in which the sweep takes the columns; None: unchanged. Groups and
-    their scales are fixed before columns are reordered, or, with `regroup`, formed in the new order. keep_wanted:
-    record `Rounding.wanted`.
+    Args:
+        weight: the weight to round.
+        factor: U of `linalg.inverse_factor`, in the order of the sweep.
+        options: grid and scales.
+        mask: True for unpruned weights.
+        order: column of each step of the sweep; None: unchanged.
+        regroup: whether groups are formed in the new order. Otherwise groups and scales are fixed before columns are
+            reordered.
+        record_targets: whether to record `Rounding.targets`.
+
+    Returns:
+        The column rule; its `codes` are the result.
     """
-    rule = Rounding(weight, options, mask, order, regroup, keep_wanted)
+    rule = Rounding(weight, options, mask, order, regroup, record_targets)
     sweep(_ordered(weight, order), factor, rule)
     return rule
 
 
 def rounding_bytes(rows: int, width: int) -> int:
-    """Peak memory of factoring a Hessian and then rounding a weight [rows, width].
+    """Return the peak memory of factoring a Hessian and then rounding a weight [rows, width], in bytes.
 
     Codes are floats until they are stacked, and there may be a scale for each column.
     """
@@ -70,11 +87,15 @@ def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) 
 
 
 class Rounding:
-    """The column rule of GPTQ: round each column to its group's scale, fitted when the sweep reaches the group.
+    """Column rule of GPTQ: round each column to its group's scale, which is fitted when the sweep reaches the group.
 
-    Options as in `round_columns`. keep_wanted: record each column before it is rounded, so that it can be rounded
-    again. keep: the mask, [in, out] in the order of the sweep, or None; a caller that chooses the mask during the sweep
-    updates it in place.
+    Arguments as in `round_columns`. With `record_targets`, each column is recorded before it is rounded, so that it can
+    be
+    rounded again.
+
+    Attributes:
+        keep: the mask, [in, out] in the order of the sweep, or None. A caller that chooses the mask during the sweep
+            updates it in place.
     """
 
     def __init__(
@@ -84,7 +105,7 @@ class Rounding:
         mask: Bool[Tensor, "out in"] | None = None,
         order: Int[Tensor, " in"] | None = None,
         regroup: bool = False,
-        keep_wanted: bool = False,
+        record_targets: bool = False,
     ) -> None:
         self.options, self.grid, self.order, self.regroup = options, options.grid, order, regroup
         self.keep = None if mask is None else _ordered(mask, order).T.contiguous()
@@ -100,24 +121,26 @@ class Rounding:
         )
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []
-        self._codes: list[Tensor] = []  # of one or some columns, [columns, out]
-        self._wanted: list[Tensor] | None = [] if keep_wanted else None
+        self._codes: list[Tensor] = []  # of consecutive columns, [columns, out]
+        self._targets: list[Tensor] | None = [] if record_targets else None
         self._fixed: tuple[Tensor, Tensor | None] | None = None
         self._per_column: tuple[Tensor, Tensor | None] | None = None
         static = order is not None and not regroup
-        assert static or options.known is None, "known scales belong to groups of columns in their original order"
+        assert static or options.fixed_scales is None, "known scales require groups of columns in their original order"
         if static or not isinstance(options.group_size, int):
-            kept = weight if mask is None else weight * mask
-            found = options.known or self._fit(kept, options.group_size, self.shared, mask, slice(None))
-            self._fixed = scale, zero = found
-            if static:  # every column keeps the scale of its original group, whatever the order
+            masked_weight = weight if mask is None else weight * mask
+            fitted = options.fixed_scales or self._fit(
+                masked_weight, options.group_size, self.shared, mask, slice(None)
+            )
+            self._fixed = scale, zero = fitted
+            if static:  # every column keeps the scale of its original group in any order
                 width = weight.shape[1]
                 self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
 
     def _fit(
         self, weight: Tensor, group_size: GroupSize, shared: Tensor | None, mask: Tensor | None, columns: slice
     ) -> tuple[Tensor, Tensor | None]:
-        """The scales and zeros of some columns."""
+        """Fit the scales and zero points of a slice of columns."""
         options, importance = self.options, None if self.importance is None else self.importance[0, columns]
         return fit(
             weight,
@@ -134,22 +157,22 @@ class Rounding:
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
         """Expand values per group to every column, in the order of the sweep."""
-        every = spread(per_group, width, self.options.group_size).expand(-1, width)
-        return _ordered(every, self.order).T.contiguous()
+        per_column = spread(per_group, width, self.options.group_size).expand(-1, width)
+        return _ordered(per_column, self.order).T.contiguous()
 
     def starts(self, width: int) -> Sequence[int]:
         size = self.options.group_size
         return [0] if self._fixed is not None or not isinstance(size, int) else range(0, width, size)
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
         if self._fixed is None:
             size = self.options.group_size
             assert isinstance(size, int)
-            part, mask = rest[:size].T, None
+            part, mask = remaining[:size].T, None
             if self.keep is not None:
                 mask = self.keep[column : column + size].T
                 part = part * mask
-            rows, groups = rest.shape[1], groups_in(column + rest.shape[0], size)
+            rows, groups = remaining.shape[1], groups_in(column + remaining.shape[0], size)
             scale, zero = self._fit(
                 part,
                 "channel",
@@ -158,42 +181,42 @@ class Rounding:
                 slice(column, column + size),
             )
             self._scales.append(scale)
-            self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
+            self._group_scale = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:
                 self._zeros.append(zero)
         elif self._per_column is None:
             scale, zero = self._fixed
-            self._now = scale[:, 0], None if zero is None else zero[:, 0]
+            self._group_scale = scale[:, 0], None if zero is None else zero[:, 0]
 
-    def _scales_of(self, at: int | slice) -> tuple[Tensor, Tensor | None]:
-        """The scales and zeros of a column or of some columns, [part, out]; [out] if they are the same for all."""
+    def _scales_of(self, columns: int | slice) -> tuple[Tensor, Tensor | None]:
+        """Return the scales and zero points of columns, [columns, out]; [out] if they are equal for all columns."""
         if self._per_column is None:
-            return self._now
+            return self._group_scale
         scales, zeros = self._per_column
-        return scales[at], None if zeros is None else zeros[at]
+        return scales[columns], None if zeros is None else zeros[columns]
 
     def compress_part(
         self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]
     ) -> tuple[Tensor, Tensor] | None:
-        limits, at = self.grid.integers, slice(column, column + len(values))
-        if limits is None or len(values) > native.MOST or not native.usable(values):
+        limits, columns = self.grid.integers, slice(column, column + len(values))
+        if limits is None or len(values) > native.MAX_COLUMNS or not native.usable(values):
             return None
-        scale, zero = self._scales_of(at)
+        scale, zero = self._scales_of(columns)
         shape = values.shape[-scale.dim() :]
         grid = Integers(*limits, scale.expand(shape), None if zero is None else zero.expand(shape))
-        keep = None if self.keep is None else self.keep[at]
-        found = native.sweep(values, ratios, grid, keep, self._wanted is not None)
-        if self._wanted is not None and found.wanted is not None:
-            self._wanted.append(found.wanted)
-        self._codes.append(found.codes)
-        return found.values, found.moves
+        keep = None if self.keep is None else self.keep[columns]
+        rounded = native.sweep(values, ratios, grid, keep, self._targets is not None)
+        if self._targets is not None and rounded.targets is not None:
+            self._targets.append(rounded.targets)
+        self._codes.append(rounded.codes)
+        return rounded.values, rounded.moves
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
         scale, zero = self._scales_of(column)
         if self.keep is not None:
             values = values * self.keep[column]
-        if self._wanted is not None:
-            self._wanted.append(values.clone()[None])
+        if self._targets is not None:
+            self._targets.append(values.clone()[None])
         codes = self.grid.encode(values, scale, zero)
         self._codes.append(codes[None])
         return self.grid.decode(codes, scale, zero)
@@ -213,11 +236,11 @@ class Rounding:
         return Codes(codes, scale, zero, self.grid, size, index, self.shared)
 
     @property
-    def wanted(self) -> Float[Tensor, "out in"]:
+    def targets(self) -> Float[Tensor, "out in"]:
         """The values that were rounded, compensated for earlier columns, in the original order of the columns."""
-        assert self._wanted is not None, "keep_wanted is False"
-        return self._stacked(self._wanted)
+        assert self._targets is not None, "record_targets is False"
+        return self._stacked(self._targets)
 
     def _stacked(self, columns: list[Tensor]) -> Float[Tensor, "out in"]:
-        every = torch.cat(columns)
-        return (every if self.order is None else every[self.order.argsort()]).T.contiguous()
+        stacked = torch.cat(columns)
+        return (stacked if self.order is None else stacked[self.order.argsort()]).T.contiguous()

@@ -15,11 +15,18 @@ from compress.numerics.quant.scales import Scaling, positive
 
 @dataclass(frozen=True)
 class SuperBlock(Scaling):
-    """Integers for `block` consecutive scales of a row, times a float16 step for all of them (k-quants of llama.cpp).
+    """Integers for `size` consecutive scales of a row, times a float16 step for all of them (k-quants of llama.cpp).
 
-    scale = step * integer, from 1 to `top`, or also from `bottom` to -1 if that is given. minima: each scale has a
-    minimum -low_step * integer, from 0 to `top`, with a step of its own. shared: the steps of all scales, row by row,
-    then those of all minima; for a part of a matrix (`part`), those of one column of scales.
+    scale = step * integer. With `minima`, minimum = -low_step * integer, from 0 to `top`, with a separate step. The
+    shared
+    numbers are the steps of all scales, row by row, then those of all minima; for a part of a matrix (`part`), those of
+    one column of scales.
+
+    Attributes:
+        size: scales of a super-block.
+        top: largest integer.
+        bottom: smallest integer; a negative one allows the integers from `bottom` to -1 in addition to 1 to `top`.
+        minima: whether each scale has a minimum.
     """
 
     size: int
@@ -59,12 +66,12 @@ class SuperBlock(Scaling):
     def shared_of(
         self, scale: Float[Tensor, "out groups"], minimum: Float[Tensor, "out groups"] | None
     ) -> Float[Tensor, " n"]:
-        """The steps for scales, and minima at most zero, that were fitted as floats."""
+        """Compute the steps for scales, and minima at most zero, that were fitted as floats."""
         steps = self._step(scale.abs()).flatten()
         return steps if minimum is None else torch.cat([steps, self._step(-minimum).flatten()])
 
     def _step(self, values: Float[Tensor, "out groups"]) -> Float[Tensor, "out blocks"]:
-        """The float16 step with which the largest value of each super-block is its largest integer."""
+        """Return the float16 step with which the largest value of each super-block is its largest integer."""
         values = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % self.size))
         return positive(divided(values.view(len(values), -1, self.size).amax(-1), self.top), torch.float16)
 
@@ -77,7 +84,7 @@ class SuperBlock(Scaling):
     def _steps(
         self, shared: Tensor | None, like: Float[Tensor, "out groups"], kind: int
     ) -> Float[Tensor, "out groups"]:
-        """The step of each scale (kind 0), or of each minimum (kind 1)."""
+        """Return the step of each scale (kind 0), or of each minimum (kind 1)."""
         assert shared is not None
         rows, groups = like.shape
         steps = shared.view(self.kinds, rows, -1)[kind]

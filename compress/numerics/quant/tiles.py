@@ -13,16 +13,21 @@ from compress.numerics.division import divided
 from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.scales import Scaling, positive
 
-KINDS = 4  # float16 numbers of a tile: the least scale, the step of scales, the same of minima
+KINDS = 4  # float16 numbers of a tile: the lowest scale and the step of scales, then both for minima
 
 
 @dataclass(frozen=True)
 class TileScale(Scaling):
     """Integers of `bits` bits for the scales of `rows` consecutive rows in one group of columns (SpQR, section 4).
 
-    scale = least + step * integer, and minimum = -(least + step * integer) with numbers of its own; integers are packed
-    along the groups of a row. shared: the least scales [tiles, groups], row by row, then the steps, and both of minima;
-    for a part of a matrix (`part`), those of one column of groups.
+    scale = lowest + step * integer and minimum = -(lowest + step * integer), with separate numbers for scales and
+    minima.
+    Integers are packed along the groups of a row. The shared numbers are the lowest scales [tiles, groups], row by row,
+    then the steps, and both for minima; for a part of a matrix (`part`), those of one column of groups.
+
+    Attributes:
+        rows: rows of a tile.
+        bits: bits of an integer.
     """
 
     rows: int = 16
@@ -68,14 +73,14 @@ class TileScale(Scaling):
         self, scale: Float[Tensor, "out groups"], minimum: Float[Tensor, "out groups"] | None
     ) -> Float[Tensor, " n"]:
         numbers: list[Tensor] = []
-        for values, above in ((scale, True), (torch.zeros_like(scale) if minimum is None else -minimum, False)):
-            least, most = self._ends(values.float())
-            least = positive(least, torch.float16) if above else least.half().float()
-            numbers += [least, positive(divided((most - least).clamp(min=0), self.top), torch.float16)]
+        for values, is_scale in ((scale, True), (torch.zeros_like(scale) if minimum is None else -minimum, False)):
+            lowest, highest = self._ends(values.float())
+            lowest = positive(lowest, torch.float16) if is_scale else lowest.half().float()
+            numbers += [lowest, positive(divided((highest - lowest).clamp(min=0), self.top), torch.float16)]
         return torch.stack(numbers).flatten()
 
     def _ends(self, values: Float[Tensor, "out groups"]) -> tuple[Tensor, Tensor]:
-        """The least and the largest value of each tile, [tiles, groups]."""
+        """Return the lowest and the highest value of each tile, [tiles, groups]."""
         missing = -len(values) % self.rows
         tiles = torch.cat([values, values[-1:].expand(missing, -1)]).view(-1, self.rows, values.shape[1])
         return tiles.amin(1), tiles.amax(1)
@@ -87,21 +92,21 @@ class TileScale(Scaling):
         return shared.view(KINDS, -1, groups)[:, :, group].flatten()
 
     def _numbers(self, shared: Tensor | None, rows: int, kind: int) -> tuple[Tensor, Tensor]:
-        """(least, step) for every row and group; kind 0: of scales, 1: of minima."""
+        """Return (lowest, step) for every row and group; kind 0: of scales, 1: of minima."""
         assert shared is not None
         numbers = shared.float().view(KINDS, self._tiles(rows), -1)[2 * kind : 2 * kind + 2]
-        least, step = numbers.repeat_interleave(self.rows, dim=1)[:, :rows]
-        return least, step
+        lowest, step = numbers.repeat_interleave(self.rows, dim=1)[:, :rows]
+        return lowest, step
 
     def _integers(self, values: Tensor, shared: Tensor | None, kind: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(integers, least, step) of the nearest stored values."""
-        least, step = self._numbers(shared, len(values), kind)
-        return torch.round((values - least) / step).clamp(0, self.top), least, step
+        """Return (integers, lowest, step) of the nearest stored values."""
+        lowest, step = self._numbers(shared, len(values), kind)
+        return torch.round((values - lowest) / step).clamp(0, self.top), lowest, step
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared
-        codes, least, step = self._integers(divided(extent, span), shared, 0)
-        return (least + codes * step).to(extent.dtype)
+        codes, lowest, step = self._integers(divided(extent, span), shared, 0)
+        return (lowest + codes * step).to(extent.dtype)
 
     def encode(
         self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None
@@ -114,13 +119,13 @@ class TileScale(Scaling):
         return self._decoded(stored, shared, 0)
 
     def _decoded(self, stored: Tensor, shared: Tensor | None, kind: int) -> Tensor:
-        least, step = self._numbers(shared, len(stored), kind)
-        return least + unpack(stored, self.bits, least.shape[1]).float() * step
+        lowest, step = self._numbers(shared, len(stored), kind)
+        return lowest + unpack(stored, self.bits, lowest.shape[1]).float() * step
 
     def round_minimum(self, minimum: Tensor, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.shared_of(torch.zeros_like(minimum), minimum) if shared is None else shared
-        codes, least, step = self._integers(-minimum, shared, 1)
-        return -(least + codes * step).to(minimum.dtype)
+        codes, lowest, step = self._integers(-minimum, shared, 1)
+        return -(lowest + codes * step).to(minimum.dtype)
 
     def encode_minimum(self, minimum: Tensor, shared: Tensor | None) -> Tensor:
         return pack(self._integers(-minimum, shared, 1)[0].to(torch.uint8), self.bits)

@@ -14,36 +14,51 @@ DROPPED = 12  # low bits of a float32 that a histogram ignores; 11 bits of manti
 
 
 def outlier_weighed(
-    ratios: Mapping[str, float], sizes: Mapping[str, int], sparsity: float, most: float
+    ratios: Mapping[str, float], sizes: Mapping[str, int], sparsity: float, max_deviation: float
 ) -> dict[str, float]:
-    """Sparsities that are lower where the outlier ratio is higher (OWL, Yin 2023, section 4.1; reference code).
+    """Return sparsities that are lower for higher outlier ratios (OWL, Yin 2023, section 4.1; reference code).
 
-    Densities are the ratios, stretched to an interval of length 2 * most and shifted so that their mean, weighted by
-    size, is 1 - sparsity.
+    Densities are the ratios, stretched to an interval of length 2 * max_deviation and shifted so that their mean,
+    weighted
+    by size, is 1 - sparsity.
 
-    Raises ValueError when a layer would keep no weights or all of them.
+    Args:
+        ratios: outlier ratio of each layer.
+        sizes: number of weights of each layer.
+        sparsity: mean sparsity.
+        max_deviation: half of the range of the densities.
+
+    Raises:
+        ValueError: if a layer would keep no weights or all of them.
     """
     low, high = min(ratios.values()), max(ratios.values())
-    stretch = 2 * most / (high - low) if high > low else 0.0
+    stretch = 2 * max_deviation / (high - low) if high > low else 0.0
     densities = {name: (ratio - low) * stretch for name, ratio in ratios.items()}
     mean = sum(densities[name] * size for name, size in sizes.items()) / sum(sizes.values())
-    found = {name: sparsity - (density - mean) for name, density in densities.items()}
-    worst = max(found.values(), key=lambda value: abs(value - 0.5))
+    sparsities = {name: sparsity - (density - mean) for name, density in densities.items()}
+    worst = max(sparsities.values(), key=lambda value: abs(value - 0.5))
     if not 0 < worst < 1:
-        raise ValueError(f"a layer would get a sparsity of {worst:.3g} from sparsity {sparsity:g} and lambda {most:g}")
-    return found
+        raise ValueError(
+            f"a layer would get a sparsity of {worst:.3g} from sparsity {sparsity:g} and lambda {max_deviation:g}"
+        )
+    return sparsities
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """Counts of scores by value, with the low bits of a float32 dropped. bins: ascending."""
+class ScoreHistogram:
+    """Counts of scores by value, with the low bits of a float32 dropped.
+
+    Attributes:
+        bins: the values, ascending.
+        counts: number of scores of each bin.
+    """
 
     bins: Int[Tensor, " n"]
     counts: Int[Tensor, " n"]
 
     @classmethod
-    def of(cls, scores: Float[Tensor, " units"]) -> Histogram:
-        """The histogram of scores; scores below zero count as zero."""
+    def of(cls, scores: Float[Tensor, " units"]) -> ScoreHistogram:
+        """Count scores; scores below zero count as zero."""
         bits = scores.float().clamp(min=0).view(torch.int32) >> DROPPED  # ascending with the scores
         counts = torch.bincount(bits)
         bins = counts.nonzero()[:, 0]
@@ -55,32 +70,32 @@ class Histogram:
         return int(self.counts.sum())
 
 
-def below_threshold(histograms: Mapping[str, Histogram], sparsity: float) -> dict[str, int]:
+def below_threshold(histograms: Mapping[str, ScoreHistogram], sparsity: float) -> dict[str, int]:
     """Count the scores of each layer below the global threshold; the fraction `sparsity` of all scores lies below it.
 
     The total is exact. Scores in the threshold's own bin are allocated to the layers in proportion to how many of them
     each layer has.
     """
-    wanted = round(sparsity * sum(h.total for h in histograms.values()))
-    together = torch.zeros(1 << (31 - DROPPED), dtype=torch.int64)
+    target = round(sparsity * sum(h.total for h in histograms.values()))
+    total_counts = torch.zeros(1 << (31 - DROPPED), dtype=torch.int64)
     for histogram in histograms.values():
-        together[histogram.bins.long()] += histogram.counts.cpu()
+        total_counts[histogram.bins.long()] += histogram.counts.cpu()
     # the first bin at whose end at least `wanted` scores are counted
-    cut = int(torch.searchsorted(together.cumsum(0), wanted))
-    below = {name: int(h.counts[h.bins < cut].sum()) for name, h in histograms.items()}
-    at = {name: int(h.counts[h.bins == cut].sum()) for name, h in histograms.items()}
-    parts = in_proportion(wanted - sum(below.values()), list(at.values()))
+    threshold_bin = int(torch.searchsorted(total_counts.cumsum(0), target))
+    below = {name: int(h.counts[h.bins < threshold_bin].sum()) for name, h in histograms.items()}
+    in_bin = {name: int(h.counts[h.bins == threshold_bin].sum()) for name, h in histograms.items()}
+    parts = in_proportion(target - sum(below.values()), list(in_bin.values()))
     return {name: below[name] + part for name, part in zip(below, parts, strict=True)}
 
 
 def in_proportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Integers that sum to `total`, in proportion to the weights, none above its weight (largest remainders)."""
-    whole = sum(weights)
-    if whole == 0:
+    """Return integers that sum to `total`, in proportion to the weights, none above its weight (largest remainders)."""
+    total_weight = sum(weights)
+    if total_weight == 0:
         return [0] * len(weights)
-    parts = [total * weight // whole for weight in weights]
-    rests = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % whole), i))
-    for i in rests[: total - sum(parts)]:
+    parts = [total * weight // total_weight for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % total_weight), i))
+    for i in by_remainder[: total - sum(parts)]:
         parts[i] += 1
     return parts
 
@@ -90,31 +105,31 @@ Curve = Sequence[tuple[float, float]]
 
 
 def least_error(curves: Mapping[str, Curve], sizes: Mapping[str, int], sparsity: float) -> dict[str, float]:
-    """The sparsities with the least total error whose mean, weighted by size, is `sparsity`.
+    """Return the sparsities with the least total error whose mean, weighted by size, is `sparsity`.
 
     Each curve is replaced by its lower convex envelope, linear between its points. On it, the steps with the least
     error per removed weight, taken in that order, are the optimum (a Lagrange multiplier is the slope at which they
     end).
     """
     hulls = {name: envelope(curve) for name, curve in curves.items()}
-    found = {name: hull[0][0] for name, hull in hulls.items()}
+    sparsities = {name: hull[0][0] for name, hull in hulls.items()}
     steps = [
-        ((right[1] - left[1]) / ((right[0] - left[0]) * sizes[name]), name, left[0], right[0])
+        ((end[1] - remaining[1]) / ((end[0] - remaining[0]) * sizes[name]), name, remaining[0], end[0])
         for name, hull in hulls.items()
-        for left, right in pairwise(hull)
+        for remaining, end in pairwise(hull)
     ]
-    left = sparsity * sum(sizes.values()) - sum(found[name] * size for name, size in sizes.items())
+    remaining = sparsity * sum(sizes.values()) - sum(sparsities[name] * size for name, size in sizes.items())
     for _, name, start, stop in sorted(steps):
-        count = min((stop - start) * sizes[name], left)
-        found[name] = stop if count < left else start + count / sizes[name]
-        left -= count
-        if left <= 0:
+        count = min((stop - start) * sizes[name], remaining)
+        sparsities[name] = stop if count < remaining else start + count / sizes[name]
+        remaining -= count
+        if remaining <= 0:
             break
-    return found
+    return sparsities
 
 
 def envelope(curve: Curve) -> list[tuple[float, float]]:
-    """The lower convex envelope of points with ascending sparsities."""
+    """Return the lower convex envelope of points with ascending sparsities."""
     hull: list[tuple[float, float]] = []
     for point in curve:
         while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
@@ -123,13 +138,16 @@ def envelope(curve: Curve) -> list[tuple[float, float]]:
     return hull
 
 
-def _turns_down(one: tuple[float, float], two: tuple[float, float], three: tuple[float, float]) -> bool:
+def _turns_down(start: tuple[float, float], middle: tuple[float, float], end: tuple[float, float]) -> bool:
     """Whether the middle point is on or above the line between the others."""
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in ((one, two), (two, three))]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in ((start, middle), (middle, end))]
     return slopes[0] >= slopes[1]
 
 
-def ladder(sparsity: float, within: float, points: int) -> list[float]:
-    """Evenly spaced sparsities from sparsity - within to sparsity + within, at most half the way to 0 or 1."""
-    low, high = max(sparsity - within, sparsity / 2), min(sparsity + within, (1 + sparsity) / 2)
+def ladder(sparsity: float, max_distance: float, points: int) -> list[float]:
+    """Return evenly spaced sparsities around `sparsity`.
+
+    They are at most `max_distance` away and at most half the way to 0 or 1.
+    """
+    low, high = max(sparsity - max_distance, sparsity / 2), min(sparsity + max_distance, (1 + sparsity) / 2)
     return [low + (high - low) * i / (points - 1) for i in range(points)]

@@ -1,4 +1,4 @@
-"""Masks: True for the weights that are kept; a pattern chooses them from scores."""
+"""Masks: True for the weights that remain; a pattern chooses them from scores."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WAYS = "row, layer, N:M such as 2:4, or RxC such as 4x1"
 
 @dataclass(frozen=True)
 class Pattern:
-    """Where zeros are allowed.
+    """Pattern of zeros.
 
-    'row': the fraction of each row. 'layer': anywhere in the matrix. 'N:M': N of each M consecutive columns are kept.
+    'row': a fraction of each row. 'layer': anywhere in the matrix. 'N:M': N of each M consecutive columns remain.
     'RxC': blocks of R rows and C columns, anywhere in the matrix.
     """
 
@@ -43,7 +43,7 @@ class Pattern:
 
     @property
     def n_of_m(self) -> tuple[int, int] | None:
-        """(kept, out of) for an N:M pattern, None otherwise."""
+        """(N, M) for an N:M pattern, None otherwise."""
         return self._numbers(":")
 
     @property
@@ -52,8 +52,8 @@ class Pattern:
         return self._numbers("x")
 
     def _numbers(self, between: str) -> tuple[int, int] | None:
-        found = re.fullmatch(rf"(\d+){between}(\d+)", self.text)
-        return (int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(rf"(\d+){between}(\d+)", self.text)
+        return (int(match[1]), int(match[2])) if match else None
 
     @property
     def span(self) -> int:
@@ -63,16 +63,16 @@ class Pattern:
         return self.block[1] if self.block is not None else 1
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """(rows, columns) that whole units of the pattern cover; the remainder stays dense."""
+        """Return the (rows, columns) that complete units of the pattern cover; the remainder stays dense."""
         rows, width = shape
         high = self.block[0] if self.block is not None else 1
         return rows // high * high, width // self.span * self.span
 
     def keep(self, score: Float[Tensor, "out in"], density: float) -> Bool[Tensor, "out in"]:
-        """True for the weights to keep: the highest scores, exactly round(density * n) of each unit.
+        """Return the mask of the highest scores, exactly round(density * n) of each unit.
 
         An N:M pattern has its own density N/M. The score of a block is the mean score of its weights. Rows and columns
-        after the last whole unit stay dense. Ties go to the lower column; with N:M, in every other row to the higher
+        after the last complete unit stay dense. Ties go to the lower column; with N:M, in every other row to the higher
         one. In a model with quantized weights a sixth of the groups has ties, and the same choice in all rows would
         correlate the errors.
         """
@@ -80,22 +80,22 @@ class Pattern:
             return top(score, round(density * score.shape[1]))
         rows, width = self.whole((score.shape[0], score.shape[1]))
         if (rows, width) != score.shape:
-            kept = torch.ones_like(score, dtype=torch.bool)
-            kept[:rows, :width] = self.keep(score[:rows, :width], density) if rows and width else True
-            return kept
+            mask = torch.ones_like(score, dtype=torch.bool)
+            mask[:rows, :width] = self.keep(score[:rows, :width], density) if rows and width else True
+            return mask
         if self.n_of_m is not None:
             n, m = self.n_of_m
-            odd = (torch.arange(rows, device=score.device) % 2 == 1).repeat_interleave(width // m)
-            return top(score.reshape(-1, m), n, odd).reshape(score.shape)
+            is_odd_row = (torch.arange(rows, device=score.device) % 2 == 1).repeat_interleave(width // m)
+            return top(score.reshape(-1, m), n, is_odd_row).reshape(score.shape)
         units = self.units(score)
-        kept = top(units[None], round(density * units.numel()))
+        mask = top(units[None], round(density * units.numel()))
         if self.block is None:
-            return kept.reshape(score.shape)
+            return mask.reshape(score.shape)
         high, wide = self.block
-        return kept.reshape(rows // high, width // wide).repeat_interleave(high, 0).repeat_interleave(wide, 1)
+        return mask.reshape(rows // high, width // wide).repeat_interleave(high, 0).repeat_interleave(wide, 1)
 
     def units(self, score: Float[Tensor, "out in"]) -> Float[Tensor, " units"]:
-        """Scores of the units that are kept or removed as a whole: blocks, or single weights; row by row.
+        """Return the scores of the units that are kept or removed together: blocks, or single weights; row by row.
 
         A score below zero marks a weight that is already removed. Such a weight adds nothing to the score of its block;
         a block of only such weights is below all others.
@@ -107,7 +107,7 @@ class Pattern:
         return (blocks.clamp(min=0).mean((1, 3)) - (blocks.amax((1, 3)) < 0).to(score.dtype)).reshape(-1)
 
     def removed(self, shape: tuple[int, int], density: float) -> int:
-        """The number of weights that `keep` removes from a matrix of this shape."""
+        """Return the number of weights that `keep` removes from a matrix of this shape."""
         rows, width = self.whole(shape)
         if self.n_of_m is not None:
             n, m = self.n_of_m
@@ -118,7 +118,7 @@ class Pattern:
         return (rows * width // size - round(density * (rows * width // size))) * size
 
     def refuses(self, shape: tuple[int, int], density: float) -> str | None:
-        """Why the pattern would remove nothing from a matrix of this shape; None when it removes something."""
+        """Return why the pattern would remove nothing from a matrix of this shape; None if it removes something."""
         rows, width = shape
         if 0 in self.whole(shape):
             return f"pattern {self.text} has no whole unit in its {rows} rows of {width}; leave it out (ignore)"
@@ -150,18 +150,24 @@ def _text(value: Any) -> str:
 
 
 def top(
-    score: Float[Tensor, "rows n"], count: int, last: Bool[Tensor, " rows"] | None = None
+    score: Float[Tensor, "rows n"], count: int, prefer_last: Bool[Tensor, " rows"] | None = None
 ) -> Bool[Tensor, "rows n"]:
-    """True for the `count` highest of each row; ties go to the lower index, in rows with `last` to the higher one."""
+    """Return True for the `count` highest scores of each row.
+
+    Args:
+        score: the scores.
+        count: number of scores per row.
+        prefer_last: rows in which ties go to the higher index; None: ties go to the lower index in all rows.
+    """
     size = score.shape[1]
     if count in (0, size):
         return torch.full_like(score, count > 0, dtype=torch.bool)
     cut = score.kthvalue(size - count + 1, dim=1, keepdim=True).values
-    above, equal = score > cut, score == cut
-    room, ties = count - above.sum(1, keepdim=True), equal.sum(1, keepdim=True)
+    is_above, is_equal = score > cut, score == cut
+    room, ties = count - is_above.sum(1, keepdim=True), is_equal.sum(1, keepdim=True)
     if bool((ties > room).any()):
-        place = equal.cumsum(1)
-        if last is not None:
-            place = torch.where(last[:, None], ties + 1 - place, place)
-        equal &= place <= room
-    return above | equal
+        rank = is_equal.cumsum(1)
+        if prefer_last is not None:
+            rank = torch.where(prefer_last[:, None], ties + 1 - rank, rank)
+        is_equal &= rank <= room
+    return is_above | is_equal

@@ -1,6 +1,6 @@
-"""Store only the kept weights of a pruned matrix, with their positions as N:M indexes or a bitmask; lossless.
+"""Packed sparse weights: only the remaining weights, with their positions as N:M indexes or a bitmask; lossless.
 
-The mask is stored, not the pattern of zeros: a kept weight may be zero, and is stored like any other kept weight.
+The mask is stored, not the pattern of zeros: a remaining weight may be zero, and is stored like any other.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ PART = 1 << 20  # weights per step; limits temporary tensors to about 16 MiB
 LARGEST_M = 256  # an index inside a group has at most 8 bits
 
 Value = torch.dtype | int
-"""The type of a kept weight: a float dtype, or the number of bits of a code."""
+"""The type of a remaining weight: a float dtype, or the number of bits of a code."""
 
 SparsePolicy = Literal["auto", "always", "off"]
-"""When to store kept weights alone: if that is not larger (auto), for every mask (always), or never (off)."""
+"""When to store packed sparse weights: if that is not larger (auto), for every mask (always), or never (off)."""
 
 
 @dataclass(frozen=True)
-class Sparsity:
-    """How the positions of kept weights are stored: as N:M indexes, or as a bitmask (n_of_m: None).
+class SparseLayout:
+    """Storage of the positions of remaining weights: as N:M indexes, or as a bitmask.
 
-    kept: the number of kept weights of the matrix.
+    Attributes:
+        kept: number of remaining weights of the matrix.
+        n_of_m: (N, M) of the indexes; None: a bitmask.
     """
 
     kept: int
     n_of_m: tuple[int, int] | None = None
 
     @classmethod
-    def regular(cls, shape: tuple[int, int], n: int, m: int) -> Sparsity:
-        """N of every M columns of [out, in]; all columns after the last whole group are kept."""
+    def regular(cls, shape: tuple[int, int], n: int, m: int) -> SparseLayout:
+        """Create N of every M columns of [out, in]; all columns after the last complete group remain."""
         rows, width = shape
         return cls(rows * (width // m * n + width % m), (n, m))
 
     @classmethod
-    def named(cls, text: str, kept: int) -> Sparsity:
-        """The inverse of `text`."""
+    def named(cls, text: str, count: int) -> SparseLayout:
+        """Parse `text`."""
         n, _, m = text.partition(":")
-        return cls(kept, None if text == "bitmask" else (int(n), int(m)))
+        return cls(count, None if text == "bitmask" else (int(n), int(m)))
 
     @property
     def text(self) -> str:
@@ -54,28 +56,30 @@ class Sparsity:
         return "bitmask" if self.n_of_m is None else "{}:{}".format(*self.n_of_m)
 
     def words(self, width: int) -> int:
-        """The number of int32 words per row for the positions."""
+        """Return the number of int32 words per row for the positions."""
         if self.n_of_m is None:
             return packed_width(width, 1)
         n, m = self.n_of_m
         return packed_width(width // m * n, index_bits(m))
 
     def values(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of the kept weights: [out, kept per row] for N:M, which keeps equally many per row, else [kept]."""
+        """Return the shape of the remaining weights: [out, weights per row] for N:M, with equally many per row, else
+        [weights].
+        """
         return (self.kept,) if self.n_of_m is None else (shape[0], self.kept // shape[0])
 
     def size_bytes(self, shape: tuple[int, int], value: Value) -> int:
-        """Bytes of positions and kept weights together."""
+        """Return the bytes of positions and remaining weights together."""
         *rows, count = self.values(shape)
         return shape[0] * self.words(shape[1]) * 4 + math.prod(rows) * _line_bytes(count, value)
 
     def pays(self, shape: tuple[int, int], value: Value) -> bool:
-        """Whether this is not larger than the whole matrix."""
+        """Whether the size is not larger than that of the dense matrix."""
         return self.size_bytes(shape, value) <= shape[0] * _line_bytes(shape[1], value)
 
 
 def index_bits(m: int) -> int:
-    """The number of bits of an index inside a group, ceil(log2 M)."""
+    """Return the number of bits of an index within a group, ceil(log2 M)."""
     return (m - 1).bit_length()
 
 
@@ -83,27 +87,36 @@ def _line_bytes(count: int, value: Value) -> int:
     return packed_width(count, value) * 4 if isinstance(value, int) else count * value.itemsize
 
 
-def choose(found: Iterable[Sparsity], shape: tuple[int, int], value: Value, policy: SparsePolicy) -> Sparsity | None:
-    """The smallest way to store kept weights alone, the first of equals; None to store the whole matrix."""
-    best = min(found, key=lambda sparsity: sparsity.size_bytes(shape, value))
-    return best if policy == "always" or (policy == "auto" and best.pays(shape, value)) else None
+def choose(
+    candidates: Iterable[SparseLayout], shape: tuple[int, int], value: Value, policy: SparsePolicy
+) -> SparseLayout | None:
+    """Choose the smallest packed sparse storage, the first of equals; None: store the dense matrix.
+
+    Args:
+        candidates: storages of the positions.
+        shape: (out, in).
+        value: type of a weight.
+        policy: when to store only the remaining weights.
+    """
+    smallest = min(candidates, key=lambda sparsity: sparsity.size_bytes(shape, value))
+    return smallest if policy == "always" or (policy == "auto" and smallest.pays(shape, value)) else None
 
 
-def sparsities(mask: Bool[Tensor, "out in"]) -> list[Sparsity]:
-    """The candidates for the smallest lossless way to store a mask, N:M first."""
-    width, bitmask = mask.shape[1], Sparsity(int(mask.sum()))
+def sparsities(mask: Bool[Tensor, "out in"]) -> list[SparseLayout]:
+    """Return the candidates for the smallest lossless storage of a mask, N:M first."""
+    width, bitmask = mask.shape[1], SparseLayout(int(mask.sum()))
     counts = mask[0].cumsum(0).tolist()  # N is read from the first group
     ratios = [(counts[m - 1], m) for m in range(2, min(LARGEST_M, width) + 1)]
-    tried = [Sparsity(bitmask.kept, (n, m)) for n, m in ratios if 0 < n < m]
-    fewer = [sparsity for sparsity in tried if sparsity.words(width) <= bitmask.words(width)]
-    return [*(sparsity for sparsity in fewer if sparsity.n_of_m and is_regular(mask, *sparsity.n_of_m)), bitmask]
+    candidates = [SparseLayout(bitmask.kept, (n, m)) for n, m in ratios if 0 < n < m]
+    not_larger = [sparsity for sparsity in candidates if sparsity.words(width) <= bitmask.words(width)]
+    return [*(sparsity for sparsity in not_larger if sparsity.n_of_m and is_regular(mask, *sparsity.n_of_m)), bitmask]
 
 
 def is_regular(mask: Bool[Tensor, "out in"], n: int, m: int) -> bool:
-    """Whether a mask keeps exactly N of every M columns, and all columns after the last whole group."""
-    whole = mask.shape[1] // m * m
-    return whole > 0 and all(
-        bool((part[:, :whole].reshape(-1, m).sum(1) == n).all()) and bool(part[:, whole:].all())
+    """Whether a mask has exactly N of every M columns, and all columns after the last complete group."""
+    full_width = mask.shape[1] // m * m
+    return full_width > 0 and all(
+        bool((part[:, :full_width].reshape(-1, m).sum(1) == n).all()) and bool(part[:, full_width:].all())
         for part in mask.split(_rows(mask.shape[1]))
     )
 
@@ -113,23 +126,26 @@ def _rows(width: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """The positions of the kept weights in a matrix of `shape` (out, in).
+class PackedMask:
+    """The packed positions of the remaining weights of a matrix.
 
-    words: int32 [out, words], bit streams as in `numerics.quant.bits`. A bitmask has one bit per column (1: kept). N:M
-    has, for every kept weight of every whole group of M columns, its column in the group in ceil(log2 M) bits,
-    ascending.
+    Attributes:
+        words: int32 bit streams as in `numerics.quant.bits`. A bitmask has one bit per column (1: the weight remains).
+            N:M has, for every remaining weight of every complete group of M columns, its column in the group in
+            ceil(log2 M) bits, ascending.
+        sparsity: storage of the positions.
+        shape: (out, in).
     """
 
     words: Int[Tensor, "out words"]
-    sparsity: Sparsity
+    sparsity: SparseLayout
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, mask: Bool[Tensor, "out in"], n_of_m: tuple[int, int] | None = None) -> Kept:
+    def of(cls, mask: Bool[Tensor, "out in"], n_of_m: tuple[int, int] | None = None) -> PackedMask:
         """Pack a mask without loss; N:M only if `is_regular`."""
         shape = mask.shape[0], mask.shape[1]
-        sparsity = Sparsity(int(mask.sum()), n_of_m)
+        sparsity = SparseLayout(int(mask.sum()), n_of_m)
         if n_of_m is None:
             parts = [pack(part, 1) for part in mask.split(_rows(shape[1]))]
         else:
@@ -138,48 +154,55 @@ class Kept:
         return cls(torch.cat(parts), sparsity, shape)
 
     @classmethod
-    def empty(cls, sparsity: Sparsity, shape: tuple[int, int]) -> Kept:
-        """Positions on the meta device, to count bytes."""
+    def empty(cls, sparsity: SparseLayout, shape: tuple[int, int]) -> PackedMask:
+        """Create positions on the meta device, to count bytes."""
         words = torch.empty(shape[0], sparsity.words(shape[1]), dtype=torch.int32, device="meta")
         return cls(words, sparsity, shape)
 
     def mask(self, rows: slice = slice(None)) -> Bool[Tensor, "rows in"]:
-        """The mask of some rows: True for kept weights."""
+        """Return the mask of a slice of rows: True for remaining weights."""
         words, width = self.words[rows], self.shape[1]
         if self.sparsity.n_of_m is None:
             return unpack(words, 1, width).bool()
         n, m = self.sparsity.n_of_m
         groups = width // m
         columns = unpack(words, index_bits(m), groups * n).reshape(-1, groups, n).long()
-        found = torch.zeros(words.shape[0], groups, m, dtype=torch.bool, device=words.device)
+        mask = torch.zeros(words.shape[0], groups, m, dtype=torch.bool, device=words.device)
         tail = torch.ones(words.shape[0], width % m, dtype=torch.bool, device=words.device)
-        return torch.cat([found.scatter_(2, columns, True).flatten(1), tail], dim=1)
+        return torch.cat([mask.scatter_(2, columns, True).flatten(1), tail], dim=1)
 
     def parts(self) -> Iterator[tuple[slice, Bool[Tensor, "rows in"], slice]]:
-        """Yield (rows, their mask, the slice of their kept weights among all kept weights, in row-major order)."""
-        first, step = 0, _rows(self.shape[1])
-        for top in range(0, self.shape[0], step):
-            rows = slice(top, min(top + step, self.shape[0]))
+        """Yield (rows, their mask, the slice of their weights among all remaining weights, in row-major order)."""
+        start, step = 0, _rows(self.shape[1])
+        for first_row in range(0, self.shape[0], step):
+            rows = slice(first_row, min(first_row + step, self.shape[0]))
             mask = self.mask(rows)
-            end = first + int(mask.sum())
-            yield rows, mask, slice(first, end)
-            first = end
+            end = start + int(mask.sum())
+            yield rows, mask, slice(start, end)
+            start = end
 
     def gather(self, matrix: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "*values"]:
-        """The kept entries of a matrix, in the shape of `Sparsity.values`."""
+        """Return the remaining entries of a matrix, in the shape of `SparseLayout.values`."""
         return torch.cat([matrix[rows][mask] for rows, mask, _ in self.parts()]).reshape(
             self.sparsity.values(self.shape)
         )
 
     def expand(self, values: Shaped[Tensor, "*values"], into: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "out in"]:
-        """The inverse of gather: write the kept entries into a matrix, in place; the other entries do not change."""
+        """Write the remaining entries into a matrix in place, the inverse of `gather`; other entries do not change."""
         values = values.flatten()
-        for rows, mask, where in self.parts():
-            into[rows].masked_scatter_(mask, values[where].to(into.dtype))
+        for rows, mask, value_range in self.parts():
+            into[rows].masked_scatter_(mask, values[value_range].to(into.dtype))
         return into
 
     def check(self, name: str) -> None:
-        """Raise ValueError if the words cannot be the positions of this number of weights. name: of the tensor."""
+        """Check that the words can be the positions of this number of weights.
+
+        Args:
+            name: name of the tensor, for errors.
+
+        Raises:
+            ValueError: if they cannot.
+        """
         count, width = 0, self.shape[1]
         for top in range(0, self.shape[0], _rows(width)):
             words = self.words[top : top + _rows(width)]
@@ -195,7 +218,7 @@ class Kept:
 
 
 def _indexes(mask: Bool[Tensor, "rows in"], n: int, m: int) -> Int[Tensor, "rows words"]:
-    """The kept columns of each whole group, packed."""
+    """Pack the remaining columns of each complete group."""
     groups = mask.shape[1] // m
     columns = mask[:, : groups * m].reshape(-1, m).nonzero()[:, 1]
     return pack(columns.reshape(-1, groups * n), index_bits(m))

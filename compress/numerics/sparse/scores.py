@@ -10,14 +10,14 @@ SMALLEST = 1e-30  # lower bound of row and column sums, so that rows and columns
 
 
 def wanda(weight: Float[Tensor, "out in"], norm: Float[Tensor, " in"]) -> Float[Tensor, "out in"]:
-    """S_ij = |W_ij| * ||X_j||_2  (Sun 2023, equation 1)."""
+    """Return S_ij = |W_ij| * ||X_j||_2  (Sun 2023, equation 1)."""
     return weight.abs() * norm
 
 
 def ria(
     weight: Float[Tensor, "out in"], norm: Float[Tensor, " in"], a: float = RIA_EXPONENT
 ) -> Float[Tensor, "out in"]:
-    """RIA_ij = (|W_ij| / sum|W_*j| + |W_ij| / sum|W_i*|) * ||X_j||_2^a  (Zhang 2024, equation 4)."""
+    """Return RIA_ij = (|W_ij| / sum|W_*j| + |W_ij| / sum|W_i*|) * ||X_j||_2^a  (Zhang 2024, equation 4)."""
     size = weight.abs()
     by_column, by_row = (size.sum(axis, keepdim=True).clamp(min=SMALLEST) for axis in (0, 1))
     return (size / by_column + size / by_row) * norm.pow(a)

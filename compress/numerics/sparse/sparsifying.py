@@ -14,15 +14,20 @@ from compress.numerics.sparse.masks import Pattern
 
 
 class Sparsifying:
-    """The column rule of SparseGPT (Frantar 2023, algorithm 1): zeros are chosen when the sweep reaches their columns.
+    """Column rule of SparseGPT (Frantar 2023, algorithm 1): zeros are chosen when the sweep reaches their columns.
 
     It removes the weights with the least w^2 / U_jj^2, the increase of the error: with a row or layer pattern, the
-    fraction 1 - density of each `block` of columns; with an N:M pattern, M - N of each M. `inner` rounds the kept
+    fraction 1 - density of each `block` of columns; with an N:M pattern, M - N of each M. `inner` rounds the remaining
     weights of each column.
 
-    pivots: U_jj, in the order of the columns; infinite for columns without cost. mask: True for weights that may be
-    kept, in this order. rounding: makes the inner rule from the mask [out, in], which is updated in place as zeros are
-    chosen.
+    Args:
+        pattern: pattern of zeros.
+        density: fraction of the weights that remain.
+        block: columns whose zeros are chosen together.
+        pivots: U_jj, in the order of the columns; infinite for columns without cost.
+        rows: number of rows of the weight.
+        mask: True for weights that may remain, in this order.
+        rounding: creates the inner rule from the mask [out, in], which is updated in place as zeros are chosen.
     """
 
     def __init__(
@@ -43,42 +48,42 @@ class Sparsifying:
         self.inner = None if rounding is None else rounding(self._keep.T)  # a view: it sees later writes to _keep
 
     def __call__(self, weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
-        """The weight after the sweep."""
+        """Return the weight after the sweep."""
         lookahead = None if self.block is not None else self._lookahead
         return sweep(weight, factor, self, lookahead, self.pattern.span)
 
     def kept(self, order: Int[Tensor, " in"] | None) -> Bool[Tensor, "out in"]:
-        """The mask, in the original order of the columns."""
+        """Return the mask, in the original order of the columns."""
         return (self._keep if order is None else self._keep[order.argsort()]).T.contiguous()
 
     def choose(self, column: int, values: Float[Tensor, "columns out"]) -> None:
-        """Choose the kept weights of the columns from `column` on."""
+        """Choose the zeros of the columns from `column` on."""
         columns = slice(column, column + values.shape[0])
         score = (values / self.pivots[columns, None]).square_()
         if not bool(score.any()):
             score = values.square()  # inputs that are always zero: score by magnitude
         if self._allowed is not None:
             score = score.masked_fill_(~self._allowed[columns], -1)
-        kept = self.pattern.keep(score.T, self.density).T
-        self._keep[columns] = kept if self._allowed is None else kept & self._allowed[columns]
+        mask = self.pattern.keep(score.T, self.density).T
+        self._keep[columns] = mask if self._allowed is None else mask & self._allowed[columns]
 
     def starts(self, width: int) -> Sequence[int]:
         blocks = [0] if self.block is None else range(0, width, self.block)
         return sorted({*blocks, *(() if self.inner is None else self.inner.starts(width))})
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
         if self.block is not None and column % self.block == 0:
-            self.choose(column, rest[: self.block])
+            self.choose(column, remaining[: self.block])
             self._decided = column + self.block
         inner = self.inner
-        if inner is None or column not in inner.starts(column + rest.shape[0]):
+        if inner is None or column not in inner.starts(column + remaining.shape[0]):
             return
         size = inner.options.group_size
         if isinstance(size, int):
             # The group's scale must fit the kept weights: predict the zeros that are not chosen yet
-            ahead = max(self._decided, column)
-            self.choose(ahead, rest[ahead - column : size])
-        inner.open(column, rest)
+            next_undecided = max(self._decided, column)
+            self.choose(next_undecided, remaining[next_undecided - column : size])
+        inner.open(column, remaining)
 
     def _lookahead(self, column: int, near: Float[Tensor, "span out"]) -> None:
         self.choose(column, near)
@@ -91,7 +96,7 @@ class Sparsifying:
 
 def order_by(diagonal: Float[Tensor, " in"], span: int) -> Int[Tensor, " in"]:
     """Order columns by descending input energy, in units of `span` adjacent columns; an incomplete unit stays last."""
-    whole = len(diagonal) // span * span
-    units = diagonal[:whole].view(-1, span).sum(1).argsort(descending=True, stable=True)
-    first = (units[:, None] * span + torch.arange(span, device=diagonal.device)).view(-1)
-    return torch.cat([first, torch.arange(whole, len(diagonal), device=diagonal.device)])
+    full_width = len(diagonal) // span * span
+    units = diagonal[:full_width].view(-1, span).sum(1).argsort(descending=True, stable=True)
+    complete_units = (units[:, None] * span + torch.arange(span, device=diagonal.device)).view(-1)
+    return torch.cat([complete_units, torch.arange(full_width, len(diagonal), device=diagonal.device)])

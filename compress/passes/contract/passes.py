@@ -48,7 +48,7 @@ from compress.layers.scheme import LayerScheme
 from compress.models.caches.scheme import CacheScheme
 from compress.models.kinds.objective import LMObjective, check_learns
 from compress.models.structure.select import ModuleNames, chosen, select
-from compress.numerics.sparse.positions import Sparsity
+from compress.numerics.sparse.positions import SparseLayout
 from compress.passes.contract.facts import Fact, LayerFacts, Log, Requirements
 from compress.passes.contract.layers import BlockInputs, Layer, Solution, Surveyed, Zeros
 from compress.passes.contract.memory import ProblemSize
@@ -219,7 +219,7 @@ class Pass(Options, ABC):
         """As `becomes`, with the transforms that stay if no earlier layer can absorb them, which only the run finds."""
         return self.becomes(before)
 
-    def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
+    def sparsities(self, shape: tuple[int, int]) -> list[SparseLayout]:
         """The possible storage schemes of the mask of a layer of this shape; empty if the pass makes no mask."""
         return []
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.errors import TargetError, did_you_mean
 from compress.layers.linear import CompressedLinear
 from compress.numerics.metrics import relative_error
-from compress.numerics.sparse.allocation import Histogram, below_threshold, ladder, least_error, outlier_weighed
+from compress.numerics.sparse.allocation import ScoreHistogram, below_threshold, ladder, least_error, outlier_weighed
 from compress.numerics.sparse.masks import Pattern
 from compress.passes.contract.layers import Layer, Solution, Surveyed
 from compress.passes.contract.observers import InputNorm, Nothing, Observer
@@ -143,12 +143,12 @@ class _Threshold(Survey):
     def __init__(self, step: Prunes) -> None:
         self.step, self.observer = step, step.observes
 
-    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Histogram]:
+    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, ScoreHistogram]:
         pattern = self.step.pattern
         scores = ((one.layer.name, self.step.ranks(one.weight, one.seen, one.layer)) for one in block)
-        return {name: Histogram.of(pattern.units(score)) for name, score in scores}
+        return {name: ScoreHistogram.of(pattern.units(score)) for name, score in scores}
 
-    def allocate(self, found: Mapping[str, Histogram]) -> Mapping[str, float]:
+    def allocate(self, found: Mapping[str, ScoreHistogram]) -> Mapping[str, float]:
         removed = below_threshold(found, self.step.target_sparsity)
         return {name: removed[name] / histogram.total for name, histogram in found.items()}
 

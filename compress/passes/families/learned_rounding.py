@@ -124,5 +124,5 @@ class LearnedRoundingPass(BlockQuantizing):
         factor = seen.factor_of(layer.name, layer.log, Regularization(), order)
         known = importance_of(factor, order) if self.scale == "importance" else None
         options = replace(self.grid_options(layer), importance=known)
-        found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
-        return Start(found.wanted, found.codes, mask)
+        found = round_columns(weight, factor, options, mask, order, record_targets=True)
+        return Start(found.targets, found.codes, mask)

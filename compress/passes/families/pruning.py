@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
 from compress.numerics.sparse.masks import Pattern
-from compress.numerics.sparse.positions import LARGEST_M, Sparsity
+from compress.numerics.sparse.positions import LARGEST_M, SparseLayout
 from compress.passes.contract.facts import Fact, LayerFacts
 from compress.passes.contract.layers import Layer, Solution, Zeros
 from compress.passes.contract.memory import ProblemSize
@@ -74,16 +74,16 @@ class Pruning(BaseModel):
             return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
         return 0.5 if self.sparsity is None else self.sparsity
 
-    def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
+    def sparsities(self, shape: tuple[int, int]) -> list[SparseLayout]:
         """The possible storage schemes of the mask, if no other pass prunes the layer."""
         rows, width = shape
         if self.pattern.n_of_m is not None:
             n, m = self.pattern.n_of_m
-            regular = Sparsity.regular(shape, n, m)
-            return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
+            regular = SparseLayout.regular(shape, n, m)
+            return [*([regular] if m <= min(width, LARGEST_M) else []), SparseLayout(regular.kept)]
         kept = rows * width - round(self.zeros(shape, self.target_sparsity).due * rows * width)
         one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
-        return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
+        return [*([SparseLayout.regular(shape, kept // rows, width)] if one_group else []), SparseLayout(kept)]
 
     def check(self, layer: LayerFacts) -> str | None:
         """The reason why the pattern does not fit a linear, or None."""

@@ -131,10 +131,10 @@ class _Planes:
     def starts(self, width: int) -> Sequence[int]:
         return [0] if self.order is not None else [block.start for block in self.blocks]
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
         if self.order is None:
             block = self.blocks[self._groups[column]]
-            self._scales.append(self._found(rest[: block.stop - block.start].T, block))
+            self._scales.append(self._found(remaining[: block.stop - block.start].T, block))
             self._levels.append(Levels(self._scales[-1]))
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:

@@ -123,8 +123,8 @@ class _TwoPlanes:
     def starts(self, width: int) -> Sequence[int]:
         return range(0, width, self.step.block_size)
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
-        step, values = self.step, rest[: self.step.block_size].T.contiguous()
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
+        step, values = self.step, remaining[: self.step.block_size].T.contiguous()
         here, size = slice(column, column + values.shape[1]), values.shape[1]
         others, group = torch.ones(size, dtype=torch.bool, device=values.device), 2 * (column // step.block_size)
         if size > step.group_size:  # a last block of at most half the size is one group

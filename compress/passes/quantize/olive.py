@@ -92,7 +92,7 @@ class _Pairs:
     def starts(self, width: int) -> Sequence[int]:
         return [0]
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
         return
 
     def look(self, column: int, near: Float[Tensor, "span out"]) -> None:

@@ -233,7 +233,7 @@ class OmniQuant(BlockQuantizing):
         options = self.for_layer(layer.name) or self
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.log, Regularization(), order)
-        known = replace(options.grid_options(layer), known=(nearest.scale, nearest.zero))
+        known = replace(options.grid_options(layer), fixed_scales=(nearest.scale, nearest.zero))
         return round_columns(weight, factor, known, layer.mask, order).codes
 
     def _error(

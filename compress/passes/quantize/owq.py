@@ -107,8 +107,8 @@ class _KeepLast:
     def starts(self, width: int) -> Sequence[int]:
         return self.inner.starts(width)
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
-        self.inner.open(column, rest)
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
+        self.inner.open(column, remaining)
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
         rounded = self.inner.compress(column, values)  # zeros for outlier columns, because of the mask

@@ -18,7 +18,7 @@ from compress.numerics.quant.codes import Codes, fit, store
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.refine import refine_bytes, refined_sum
 from compress.numerics.quant.rounding import rounding_bytes
-from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.numerics.sparse.positions import PackedMask, SparseLayout
 from compress.passes.contract.facts import Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
@@ -89,7 +89,7 @@ class PBLLM(CompensatingPass):
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         salient = CodesScheme(GRIDS[self.salient_weights], "channel")
-        sparse = SparseScheme(Sparsity(self.count(before.shape)), salient)
+        sparse = SparseScheme(SparseLayout(self.count(before.shape)), salient)
         return before.with_parts(CodesScheme(BINARY, self.group_size), sparse)
 
     def memory(self, size: ProblemSize) -> int:
@@ -105,7 +105,7 @@ class PBLLM(CompensatingPass):
             hessian = seen.damped(self.regularization)
             codes = refined_sum(weight, codes, hessian, self.refine, layer.storage, (None, mask))
         binary, apart = (CodesPart.of(one) for one in codes)
-        return Solution([binary, SparsePart.of(apart, Kept.of(mask))])
+        return Solution([binary, SparsePart.of(apart, PackedMask.of(mask))])
 
     def chosen(
         self, values: Float[Tensor, "out size"], pivots: Float[Tensor, " size"], block: slice
@@ -138,9 +138,9 @@ class _PartlyBinary:
     def starts(self, width: int) -> Sequence[int]:
         return list(self.blocks)
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
         block = self.blocks[column]
-        values = rest[: block.stop - block.start].T.contiguous()
+        values = remaining[: block.stop - block.start].T.contiguous()
         mask = self.step.chosen(values, self.pivots[block], block)
         scale, _ = fit(values * ~mask, BINARY, "channel", True, "absmean", self.dtype, mask=~mask)
         self._masks.append(mask)

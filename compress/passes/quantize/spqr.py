@@ -150,8 +150,8 @@ class _KeepSome:
     def starts(self, width: int) -> Sequence[int]:
         return self.inner.starts(width)
 
-    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
-        self.inner.open(column, rest)
+    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
+        self.inner.open(column, remaining)
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
         rounded: Any = self.inner.compress(column, values)

@@ -16,7 +16,7 @@ from compress.layers.parts.dense import DensePart
 from compress.layers.parts.sparse import SparsePart
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.sparse.positions import Kept, Sparsity, sparsities
+from compress.numerics.sparse.positions import PackedMask, SparseLayout, sparsities
 
 FORMAT = FORMATS["native"]
 
@@ -29,12 +29,12 @@ def in_json(scheme):
 def sparse_codes(mask, n_of_m=None, grid="int4", group_size=16, symmetric=True):
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     whole = CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
-    return SparsePart.of(whole, Kept.of(mask, n_of_m))
+    return SparsePart.of(whole, PackedMask.of(mask, n_of_m))
 
 
 def sparse_floats(mask, n_of_m=None, dtype=torch.float32):
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return SparsePart.of(DensePart.of(weight * mask), Kept.of(mask, n_of_m))
+    return SparsePart.of(DensePart.of(weight * mask), PackedMask.of(mask, n_of_m))
 
 
 @settings(max_examples=80)
@@ -212,7 +212,7 @@ def test_tensors_that_contradict_each_other(weight, damage, message):
 
 @pytest.mark.parametrize("weight", [sparse_floats(MASK, (2, 4)), sparse_codes(MASK, (2, 4))])
 def test_a_count_in_the_config_that_cannot_be(weight):
-    scheme = replace(weight.scheme, sparsity=Sparsity(160, (2, 4)))
+    scheme = replace(weight.scheme, sparsity=SparseLayout(160, (2, 4)))
     message = "weight_kept holds 6 rows of 64 columns, of which 2:4 keeps 192 weights; the config says 160"
     with pytest.raises(ValueError, match=message):
         decoded(FORMAT, encoded(FORMAT, weight), layer_of(weight).with_parts(scheme))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.numerics.sparse.allocation import (
-    Histogram,
+    ScoreHistogram,
     below_threshold,
     envelope,
     in_proportion,
@@ -23,7 +23,7 @@ from compress.numerics.sparse.allocation import (
 
 def test_outlier_weighed_by_hand():
     # ratios 0, 1, 3: densities 0, 0.05, 0.15 above the lowest, mean 1/15; sparsity 0.6 less what is above the mean
-    found = outlier_weighed({"a": 0.0, "b": 1.0, "c": 3.0}, {"a": 1, "b": 1, "c": 1}, 0.6, most=0.075)
+    found = outlier_weighed({"a": 0.0, "b": 1.0, "c": 3.0}, {"a": 1, "b": 1, "c": 1}, 0.6, max_deviation=0.075)
     mean = 0.2 / 3
     assert found == pytest.approx({"a": 0.6 + mean, "b": 0.6 + mean - 0.05, "c": 0.6 + mean - 0.15})
 
@@ -63,7 +63,7 @@ def test_a_layer_must_keep_something_and_lose_something():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=5), st.floats(0.01, 0.99), st.integers(0, 10**6))
 def test_of_weights_in_16_bits_the_threshold_is_that_of_one_sort(sizes, sparsity, seed):
     layers = {str(i): random(n, seed=seed + i).abs().half().float() for i, n in enumerate(sizes)}
-    found = below_threshold({n: Histogram.of(s) for n, s in layers.items()}, sparsity)
+    found = below_threshold({n: ScoreHistogram.of(s) for n, s in layers.items()}, sparsity)
     everything = torch.cat(list(layers.values())).sort().values
     wanted = round(sparsity * everything.numel())
     assert sum(found.values()) == wanted
@@ -75,7 +75,7 @@ def test_of_weights_in_16_bits_the_threshold_is_that_of_one_sort(sizes, sparsity
 
 def test_of_weights_in_32_bits_the_threshold_is_that_of_one_sort_to_a_fraction():
     layers = {str(i): random(5000, seed=i).abs() * (i + 1) for i in range(4)}
-    found = below_threshold({n: Histogram.of(s) for n, s in layers.items()}, 0.5)
+    found = below_threshold({n: ScoreHistogram.of(s) for n, s in layers.items()}, 0.5)
     assert sum(found.values()) == 10000
     cut = torch.cat(list(layers.values())).sort().values[9999]
     for name, scores in layers.items():
@@ -84,13 +84,17 @@ def test_of_weights_in_32_bits_the_threshold_is_that_of_one_sort_to_a_fraction()
 
 
 def test_scores_below_zero_go_with_the_zeros():
-    histogram = Histogram.of(torch.tensor([-1.0, 0.0, -1.0, 2.0, 2.0, 3.0]))
+    histogram = ScoreHistogram.of(torch.tensor([-1.0, 0.0, -1.0, 2.0, 2.0, 3.0]))
     assert histogram.counts.tolist() == [3, 2, 1]
     assert histogram.total == 6
 
 
 def test_equal_scores_are_shared_out_in_proportion():
-    layers = {"a": Histogram.of(torch.ones(30)), "b": Histogram.of(torch.ones(10)), "c": Histogram.of(torch.zeros(4))}
+    layers = {
+        "a": ScoreHistogram.of(torch.ones(30)),
+        "b": ScoreHistogram.of(torch.ones(10)),
+        "c": ScoreHistogram.of(torch.zeros(4)),
+    }
     assert below_threshold(layers, 24 / 44) == {"a": 15, "b": 5, "c": 4}
 
 

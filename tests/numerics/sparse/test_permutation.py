@@ -13,7 +13,7 @@ from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.permutation import (
     Distances,
     Stripes,
-    Table,
+    SwapTable,
     divisions,
     group_size,
     mutual,
@@ -152,7 +152,7 @@ def test_thresholds_are_what_must_be_exceeded_in_a_columns_place():
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 3), (3, 5)])
 def test_the_table_holds_the_best_swap_of_every_pair_of_stripes(n, m):
     stripes = Stripes(random(9, 4 * m).T.contiguous(), n, m)
-    table = Table(stripes, Distances(stripes.few, stripes.needed(stripes.order).flatten(0, 1)))
+    table = SwapTable(stripes, Distances(stripes.few, stripes.needed(stripes.order).flatten(0, 1)))
     changes = {}
     for a, b in combinations(range(4), 2):
         for i in range(m):
@@ -169,10 +169,10 @@ def test_the_table_holds_the_best_swap_of_every_pair_of_stripes(n, m):
 def test_only_what_changes_is_valued_anew():
     stripes = Stripes(random(9, 40).T.contiguous(), 2, 4)
     distances = Distances(stripes.few, stripes.needed(stripes.order).flatten(0, 1))
-    table = Table(stripes, distances)
+    table = SwapTable(stripes, distances)
     assert stripes.swap(torch.tensor([[2, 7]]), torch.tensor([[0, 3]]), force=True).tolist() == [True]
     table.refresh(torch.tensor([2, 7]))
-    fresh = Table(stripes, distances)
+    fresh = SwapTable(stripes, distances)
     torch.testing.assert_close(table.gain, fresh.gain)
     assert torch.equal(table.place[table.gain > -1e9], fresh.place[fresh.gain > -1e9])
 

@@ -12,7 +12,7 @@ from compress.numerics.sparse.schedules import Cubic, partial_mask
 
 def test_the_cubic_by_hand():
     """s_t = 0.9 - 0.8 (1 - (t - 2) / 8)^3 at t = 2, 4, 6, 8, 10; between them it stays."""
-    cubic = Cubic(0.1, 0.9, begin=2, end=11, every=2)
+    cubic = Cubic(0.1, 0.9, begin=2, end=11, interval=2)
     assert [cubic.at(t) for t in range(12)] == pytest.approx(
         [0, 0, 0.1, 0.1, 0.5625, 0.5625, 0.8, 0.8, 0.8875, 0.8875, 0.9, 0.9]
     )

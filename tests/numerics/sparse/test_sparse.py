@@ -14,7 +14,7 @@ from compress.layers.parts.dense import DensePart, DenseScheme
 from compress.layers.parts.sparse import SparsePart, SparseScheme
 from compress.numerics.quant.bits import unpack
 from compress.numerics.sparse import positions as sparse
-from compress.numerics.sparse.positions import Kept, Sparsity, choose, index_bits, is_regular, sparsities
+from compress.numerics.sparse.positions import PackedMask, SparseLayout, choose, index_bits, is_regular, sparsities
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -44,8 +44,8 @@ parts = st.sampled_from([1, 40, 1 << 20])
 
 def test_two_of_four_by_hand():
     mask = torch.tensor([[0, 1, 0, 1, 1, 1, 0, 0, 1]]).bool()
-    kept = Kept.of(mask, (2, 4))
-    assert kept.sparsity == Sparsity(5, (2, 4)) and kept.sparsity.text == "2:4"
+    kept = PackedMask.of(mask, (2, 4))
+    assert kept.sparsity == SparseLayout(5, (2, 4)) and kept.sparsity.text == "2:4"
     assert kept.words.tolist() == [
         [0b01_00_11_01]
     ]  # columns 1, 3 of the first group, 0, 1 of the second, low bits first
@@ -56,8 +56,8 @@ def test_two_of_four_by_hand():
 
 def test_a_bitmask_by_hand():
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]]).bool()
-    kept = Kept.of(mask)
-    assert (kept.sparsity, kept.sparsity.text) == (Sparsity(4), "bitmask")
+    kept = PackedMask.of(mask)
+    assert (kept.sparsity, kept.sparsity.text) == (SparseLayout(4), "bitmask")
     assert kept.words.tolist() == [[0b1010], [0], [0b0011]]
     found = SparsePart.of(DensePart.of(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0]])), kept)
     assert found.values.weight.tolist() == [1, 0, 3, 4]  # a kept zero is a value like others
@@ -70,10 +70,10 @@ def test_the_bits_of_an_index(m, bits):
 
 def test_what_a_weight_costs():
     shape = (64, 512)
-    assert Sparsity.regular(shape, 2, 4).size_bytes(shape, torch.bfloat16) * 8 / (64 * 512) == 9  # 8 + 1
-    assert Sparsity.regular(shape, 2, 4).size_bytes(shape, 4) * 8 / (64 * 512) == 3  # 2 + 1
-    assert Sparsity.regular(shape, 1, 4).size_bytes(shape, 4) * 8 / (64 * 512) == 1.5  # 1 + 1/2
-    assert Sparsity(64 * 512 // 4).size_bytes(shape, 8) * 8 / (64 * 512) == 3  # 2 + 1
+    assert SparseLayout.regular(shape, 2, 4).size_bytes(shape, torch.bfloat16) * 8 / (64 * 512) == 9  # 8 + 1
+    assert SparseLayout.regular(shape, 2, 4).size_bytes(shape, 4) * 8 / (64 * 512) == 3  # 2 + 1
+    assert SparseLayout.regular(shape, 1, 4).size_bytes(shape, 4) * 8 / (64 * 512) == 1.5  # 1 + 1/2
+    assert SparseLayout(64 * 512 // 4).size_bytes(shape, 8) * 8 / (64 * 512) == 3  # 2 + 1
 
 
 # ---- round trips ----
@@ -94,8 +94,8 @@ def test_n_of_m_comes_back_bit_for_bit(drawn, dtype, part, seed):
     mask = regular_mask(*shape, n, m, seed)
     with patch.object(sparse, "PART", part):
         assert is_regular(mask, n, m)
-        kept = Kept.of(mask, (n, m))
-        assert kept.sparsity == Sparsity.regular(shape, n, m)
+        kept = PackedMask.of(mask, (n, m))
+        assert kept.sparsity == SparseLayout.regular(shape, n, m)
         assert torch.equal(kept.mask(), mask)
         weight = weight_of(mask, dtype, seed)
         found = SparsePart.of(DensePart.of(weight), kept)
@@ -112,7 +112,7 @@ def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row,
     mask = random_mask(*shape, density, seed)
     mask[0] &= not empty_row
     with patch.object(sparse, "PART", part):
-        kept = Kept.of(mask)
+        kept = PackedMask.of(mask)
         assert torch.equal(kept.mask(), mask)
         weight = weight_of(mask, dtype, seed)
         found = SparsePart.of(DensePart.of(weight), kept)
@@ -127,7 +127,7 @@ def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row,
 def test_the_scheme_says_the_shapes_and_dtypes_of_the_tensors(shape, density, dtype, seed):
     mask = random_mask(*shape, density, seed)
     for sparsity in sparsities(mask):
-        found = SparsePart.of(DensePart.of(weight_of(mask, dtype)), Kept.of(mask, sparsity.n_of_m))
+        found = SparsePart.of(DensePart.of(weight_of(mask, dtype)), PackedMask.of(mask, sparsity.n_of_m))
         specs = SparseScheme(sparsity, DenseScheme()).tensors(shape)
         tensors = {name: (tuple(t.shape), t.dtype) for name, t in found.tensors().items()}
         assert tensors == {name: (spec.shape, spec.dtype or dtype) for name, spec in specs.items()}
@@ -136,7 +136,7 @@ def test_the_scheme_says_the_shapes_and_dtypes_of_the_tensors(shape, density, dt
 
 def test_the_dense_weight_in_another_dtype():
     mask = regular_mask(3, 8, 2, 4)
-    found = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), Kept.of(mask, (2, 4)))
+    found = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
     assert torch.equal(found.dense(torch.float32), weight_of(mask, torch.bfloat16).float())
     assert found.dense(torch.bfloat16).dtype == found.dtype == torch.bfloat16
 
@@ -149,8 +149,8 @@ def test_the_dense_weight_in_another_dtype():
 def test_a_regular_mask_is_found_out(drawn, seed):
     shape, n, m = drawn
     found = sparsities(regular_mask(*shape, n, m, seed))
-    by_index, bitmask = Sparsity.regular(shape, n, m), Sparsity.regular(shape, n, m).kept
-    assert found[-1] == Sparsity(bitmask)
+    by_index, bitmask = SparseLayout.regular(shape, n, m), SparseLayout.regular(shape, n, m).kept
+    assert found[-1] == SparseLayout(bitmask)
     if by_index.words(shape[1]) <= found[-1].words(shape[1]):
         assert by_index in found
     for value in (torch.bfloat16, 4):  # the one that is left out would not have been chosen
@@ -176,7 +176,7 @@ def test_a_tail_that_is_not_kept_is_no_pattern():
 
 def test_n_of_m_is_preferred_where_both_cost_the_same():
     mask = regular_mask(4, 64, 2, 4)
-    assert choose(sparsities(mask), (4, 64), torch.float32, "auto") == Sparsity(128, (2, 4))
+    assert choose(sparsities(mask), (4, 64), torch.float32, "auto") == SparseLayout(128, (2, 4))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_n_of_m_is_preferred_where_both_cost_the_same():
 )
 def test_positions_must_pay(density, value, policy, stored):
     shape = (100, 320)
-    found = choose([Sparsity(round(density * 32000))], shape, value, policy)
+    found = choose([SparseLayout(round(density * 32000))], shape, value, policy)
     assert (found is not None) == stored
 
 
@@ -203,31 +203,31 @@ def test_positions_must_pay(density, value, policy, stored):
 
 def test_the_digest_sees_values_and_positions():
     mask = regular_mask(4, 16, 2, 4)
-    one = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), Kept.of(mask, (2, 4)))
-    same = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), Kept.of(mask, (2, 4)))
+    one = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
+    same = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
     assert one.sha256() == same.sha256()
     values, words = one.values.weight.clone(), one.positions.clone()
     values[1, 2], words[0, 0] = 9, words[0, 0] ^ 1
     others = [
         one.with_values(DensePart(DenseScheme(), one.shape, {"weight": values})),
         SparsePart(one.scheme, one.shape, {"positions": words}, one.values),
-        SparsePart.of(DensePart.of(one.dense(torch.bfloat16)), Kept.of(mask)),
+        SparsePart.of(DensePart.of(one.dense(torch.bfloat16)), PackedMask.of(mask)),
     ]
     assert len({one.sha256(), *(other.sha256() for other in others)}) == 4
 
 
 def test_positions_that_cannot_be_are_named():
     mask = regular_mask(4, 40, 2, 4)
-    two = Kept.of(mask, (2, 4))
+    two = PackedMask.of(mask, (2, 4))
     assert unpack(two.words, 2, 20)[0, 0] < unpack(two.words, 2, 20)[0, 1]
     same = two.words.clone()
     same[3, 0] = 0  # the same column twice
     with pytest.raises(ValueError, match="weight_kept holds indexes that are not 2 different ones below 4, ascending"):
         replace(two, words=same).check("weight_kept")
-    three = Kept.of(regular_mask(4, 40, 1, 3), (1, 3))
+    three = PackedMask.of(regular_mask(4, 40, 1, 3), (1, 3))
     with pytest.raises(ValueError, match="not 1 different ones below 3"):
         replace(three, words=torch.full_like(three.words, -1)).check("weight_kept")  # column 3 of 3
-    bits = Kept.of(mask)
+    bits = PackedMask.of(mask)
     fewer = bits.words.clone()
     fewer[2, 0] = 0
     with pytest.raises(ValueError, match=r"weight_kept marks \d\d weights as kept, but there are 80"):

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compress.kernels import cpu_lattice, cpu_trellis
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import linear
+from compress.kernels.cpu.codes import linear, reads
+from compress.kernels.cpu.kinds import codec_of, pack, rotated_rows
 from compress.kernels.cpu.packed import PackedCodes
 from compress.kernels.cpu.rotations import has_steps, rotated
-
-VALUES = {"lattice": cpu_lattice, "trellis": cpu_trellis}
-"""The files with the kernels of values, by the kinds of parts."""
 
 
 class RotatedKernel:
     """x W^T = (x P^T) H^T diag(signs), with P the values times their scales."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        if part.kind not in VALUES or part.scheme.rotated is None:
+        if codec_of(part) is None or (order := rotated_rows(part)) is None:
             return False
-        return VALUES[part.kind].takes(part, x, rounding) and has_steps(part.scheme.rotated)
+        return reads(x, rounding) and has_steps(order)
 
     def prepare(self, part: Part) -> PackedCodes:
-        return VALUES[part.kind].pack(part)
+        return pack(part)
 
     def product(
         self, x: Tensor, part: Part, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None

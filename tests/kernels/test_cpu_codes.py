@@ -11,7 +11,7 @@ from products import INT8, SETS, exact, near, part_of, random, size_of_terms
 from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu import KERNEL
-from compress.kernels.cpu_sparse import KERNEL as SPARSE
+from compress.kernels.cpu_packed import KERNEL as SPARSE
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.codes import CodesPart
 from compress.layers.parts.dense import DensePart

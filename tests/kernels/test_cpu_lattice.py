@@ -8,7 +8,7 @@ from products import SETS, check, check_compiled, check_nan, not_contiguous, ran
 
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu.codes import product
-from compress.kernels.cpu_lattice import KERNEL
+from compress.kernels.cpu_packed import KERNEL
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.lattice import LatticePart
 from compress.layers.transforms.rounding import InputRounding
@@ -34,7 +34,7 @@ def test_every_code_stands_for_its_point(chosen, bits):
     codes = torch.stack([first, second, second.flip(0), first.roll(7)], dim=1)[:, : count_bytes(bits)].to(torch.uint8)
     part = LatticePart.of(codes.view(4096, 16, -1), torch.ones(4096), bits)
     x = torch.eye(128)
-    assert dispatch.kernel_name(part, x, None) == "cpu_lattice"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     found = torch.cat([dispatch.linear(piece, [part], None, None) for piece in (x[:1], x[1:4], x[4:12], x[12:])])
     wanted = part.decoded().T
     assert torch.equal(found, wanted) if bits == 2 else float((found - wanted).abs().max()) < 1e-6
@@ -105,7 +105,7 @@ def test_nan_reaches_the_outputs_of_its_row_alone(chosen, rotated):
 
 def test_which_calls_the_kernels_compute():
     part, x = part_of(20, 4), random(2, 32)
-    assert dispatch.kernel_name(part, x, None) == "cpu_lattice"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     assert not KERNEL.supports(part, x.half(), None)
     assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int8"]))
     assert not KERNEL.supports(part, x.requires_grad_(), None)

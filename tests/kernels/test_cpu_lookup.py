@@ -10,7 +10,7 @@ from products import SETS, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
-from compress.kernels.cpu_lookup import KERNEL
+from compress.kernels.cpu_packed import KERNEL
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.codebook import CodebookPart
 from compress.layers.transforms.rounding import InputRounding
@@ -80,7 +80,7 @@ def test_any_shape(shape, rows, runs, dtype, stored, batch, scaled, seed):
 
 def test_which_calls_the_kernel_computes():
     part, x = part_of(20, 16, 4), random(2, 16)
-    assert dispatch.kernel_name(part, x, None) == "cpu_lookup"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     assert not KERNEL.supports(part, x.half(), None)
     assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int8"]))
     assert not KERNEL.supports(part, x.requires_grad_(), None)

@@ -8,7 +8,7 @@ from products import SETS, check, check_compiled, check_nan, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
-from compress.kernels.cpu_pairs import KERNEL
+from compress.kernels.cpu_packed import KERNEL
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.pairs import PairsPart
 from compress.layers.transforms.rounding import InputRounding
@@ -65,7 +65,7 @@ def test_any_shape(rows, pairs, group, dtype, stored, batch, seed):
 
 def test_which_calls_the_kernel_computes():
     part, x = part_of(20, 64), random(2, 64)
-    assert dispatch.kernel_name(part, x, None) == "cpu_pairs"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     assert dispatch.kernel_name(part_of(20, 64, 8), x, None) == "torch"  # groups that are no whole vectors
     assert not KERNEL.supports(part, x.half(), None)
     assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int8"]))

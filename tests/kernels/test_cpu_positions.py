@@ -8,7 +8,7 @@ from products import SETS, check, check_compiled, exact, near, not_contiguous, p
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
-from compress.kernels.cpu_positions import KERNEL
+from compress.kernels.cpu_packed import KERNEL
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.outliers import OutliersPart, OutliersScheme
 from compress.layers.transforms.rounding import InputRounding
@@ -80,7 +80,7 @@ def test_more_threads_than_tiles_give_the_same_bits():
 
 def test_which_calls_the_kernel_computes():
     part, x = weights_of(20, 64), random(2, 64)
-    assert dispatch.kernel_name(part, x, None) == "cpu_positions"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     columns = OutliersPart.of_columns(torch.tensor([3]), random(20, 1), 64)
     assert not KERNEL.supports(columns, x, None) and not KERNEL.supports(part, x.half(), None)
     assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int8"]))

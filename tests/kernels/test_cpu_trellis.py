@@ -11,7 +11,7 @@ from products import SETS, check, check_compiled, check_nan, not_contiguous, ran
 import compress
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu.codes import product
-from compress.kernels.cpu_trellis import KERNEL
+from compress.kernels.cpu_packed import KERNEL
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.trellis import BITS, TrellisPart, TrellisScheme
 from compress.layers.transforms.rounding import InputRounding
@@ -110,7 +110,7 @@ def test_any_shape(rows, columns, tile, bits, code, states, dtype, stored, batch
     states = max(states, int(bits * length_of(code)))
     part = part_of(rows, columns, bits, states, code, tile, dtype=stored, seed=seed)
     x = random(batch, part.shape[1], seed=seed + 1).to(dtype)
-    assert dispatch.kernel_name(part, x, None) == "cpu_trellis"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     check(part, x, random(part.shape[0], seed=2).to(dtype) if biased else None)
 
 
@@ -157,14 +157,14 @@ def test_nan_reaches_the_outputs_of_its_row_alone(chosen, code, rotated):
 
 def test_which_calls_the_kernels_compute():
     part, x = part_of(2, 2), random(2, 32)
-    assert dispatch.kernel_name(part, x, None) == "cpu_trellis"
+    assert dispatch.kernel_name(part, x, None) == "cpu_packed"
     assert not KERNEL.supports(part, x.half(), None)
     assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int8"]))
     assert not KERNEL.supports(part, x.requires_grad_(), None)
     x = x.detach()
     assert dispatch.kernel_name(part_of(2, 2, rotated=32), x, None) == "cpu_rotated"
     odd = part_of(2, 4, tile=(8, 1), code="hyb"), part_of(2, 4, tile=(8, 1))  # a state of two weights of two rows
-    assert [dispatch.kernel_name(part, x[:, :4], None) for part in odd] == ["torch", "cpu_trellis"]
+    assert [dispatch.kernel_name(part, x[:, :4], None) for part in odd] == ["torch", "cpu_packed"]
     with dispatch.plain_torch():
         assert torch.equal(dispatch.linear(x, [part], None, None), reference.linear(x, [part], None, None))
 
@@ -215,7 +215,7 @@ def test_a_compiled_layer_calls_the_kernel(rotated):
     check_compiled(CompressedLinear(part_of(3, 2, 3, rotated=rotated), random(48)), random(2, 32), rotated is not None)
 
 
-@pytest.mark.parametrize(("rotate", "kernel"), [("inputs", "cpu_trellis"), ("both", "cpu_rotated")])
+@pytest.mark.parametrize(("rotate", "kernel"), [("inputs", "cpu_packed"), ("both", "cpu_rotated")])
 @torch.no_grad()
 def test_a_checkpoint_is_computed_by_the_kernels(recipe, one_block, tmp_path, rotate, kernel):
     asked = recipe(QTIP(states=6, rotate=rotate), model=one_block("llama"), eval=None, save={"format": "native"})

@@ -1,7 +1,7 @@
-"""Dense weights on the CPU, read where they are, as float32 or bfloat16 numbers.
+"""Dense weights on the CPU as float32 or bfloat16 numbers, which are read where they are stored.
 
 A product of few rows of inputs is limited by reading the weight, which plain torch reads in bfloat16 at a third of the
-bandwidth or less. Float32 inputs times a bfloat16 weight need no float32 copy of it.
+bandwidth or less. Float32 inputs times a bfloat16 weight need no float32 copy of the weight.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.contract import Part, RoundingLike
+from compress.kernels.contract import PartLike, RoundingLike
 from compress.kernels.cpu.codes import TYPES, PackedKernel, linear
 from compress.kernels.cpu.packed import UNIT, PackedCodes
 from compress.kernels.recording import as_operators
 from compress.native.library import LANES, available
 
 FEW = {torch.float32: 8, torch.bfloat16: 2}
-"""Rows of inputs up to which this kernel is faster than torch where weights have the dtype of the inputs, too."""
+"""Rows of inputs up to which this kernel is faster than torch for weights in the dtype of the inputs."""
 ROWS = {torch.float32: 13, torch.bfloat16: 14}  # compress_codec of compress_cpu.h
 
 
 class DenseKernel(PackedKernel):
     """Dense float32 or bfloat16 weights times few inputs, and bfloat16 weights times float32 inputs."""
 
-    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+    def supports(self, part: PartLike, x: Tensor, rounding: RoundingLike | None) -> bool:
         if rounding is not None or part.kind != "dense" or x.dtype not in TYPES or not x.is_cpu:
             return False
         weight: Tensor = part.weight  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ class DenseKernel(PackedKernel):
             return available()
         return x.numel() <= FEW[x.dtype] * part.shape[1] and available()
 
-    def prepare(self, part: Part) -> PackedCodes:
+    def prepare(self, part: PartLike) -> PackedCodes:
         return wrapped(part)
 
     def product(
@@ -55,7 +55,12 @@ def wrapped(part: Any) -> PackedCodes:
 
 
 def packed_rows(weight: Tensor, narrow: bool = False) -> PackedCodes:
-    """Describe a contiguous float32 or bfloat16 weight [out, in] to the kernels. narrow: as of `PackedCodes`."""
+    """Describe a contiguous float32 or bfloat16 weight [out, in] to the kernels.
+
+    Args:
+        weight: the weight.
+        narrow: see `PackedCodes`.
+    """
     (rows, width), scale = weight.shape, torch.ones(-(-weight.shape[0] // LANES), 1, LANES)
     columns = -(-width // UNIT) * UNIT
     return PackedCodes(

@@ -1,7 +1,7 @@
 """Kernel dispatch: the first kernel that supports a call computes a part of a layer; otherwise plain torch does.
 
 A kernel is a file of this folder that defines `KERNEL`, for products, or `TRANSFORM`, for transforms of inputs; it is
-found by its file. A kernel of products receives the rounding of the inputs together with the weights, so that it can
+found by its file. A kernel of products receives the activation quantizer together with the weights, so that it can
 compute with integers instead of dequantized values.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from compress import kernels
-from compress.kernels.contract import Kernel, Part, RoundingLike, Transform, TransformKernel
+from compress.kernels.contract import Kernel, PartLike, RoundingLike, Transform, TransformKernel
 
 SHARED = ("contract", "dispatch", "recording", "reference")
-"""Files of this folder that are no kernels. Kernels import none of them but `contract` and `recording`."""
+"""Files of this folder that are not kernels. Kernels import only `contract` and `recording` of them."""
 
 
 def find_kernels() -> tuple[list[Kernel], list[TransformKernel]]:
@@ -41,44 +41,45 @@ TRANSFORMS: list[TransformKernel]
 KERNELS, TRANSFORMS = find_kernels()
 
 
-MOST_TOGETHER = 8
-"""The most layers that `linears` computes in one call."""
+MAX_JOINT = 8
+"""Largest number of layers that `linears` computes in one call."""
 
 
 TORCH = "torch"
 """The name of plain torch among the kernels."""
 
 
-def kernel_for(part: Part, x: Tensor, rounding: RoundingLike | None) -> Kernel | None:
-    """The first kernel that supports a call; None: plain torch computes it."""
+def kernel_for(part: PartLike, x: Tensor, rounding: RoundingLike | None) -> Kernel | None:
+    """Return the first kernel that supports a call; None if plain torch computes it."""
     for kernel in KERNELS:
         if kernel.supports(part, x, rounding):
             return kernel
     return None
 
 
-def kernel_name(part: Part, x: Tensor, rounding: RoundingLike | None) -> str:
-    """The file of this folder whose kernel computes a call, or `TORCH`."""
+def kernel_name(part: PartLike, x: Tensor, rounding: RoundingLike | None) -> str:
+    """Return the file of this folder whose kernel computes a call, or `TORCH`."""
     kernel = kernel_for(part, x, rounding)
     return TORCH if kernel is None else type(kernel).__module__.removeprefix(f"{kernels.__name__}.").partition(".")[0]
 
 
-def prepare(part: Part, x: Tensor, rounding: RoundingLike | None) -> None:
-    """Convert the weights for the kernel of a call now, not in the first call."""
+def prepare(part: PartLike, x: Tensor, rounding: RoundingLike | None) -> None:
+    """Convert the weights for the kernel of a call in advance, instead of in the first call."""
     kernel = kernel_for(part, x, rounding)
     if kernel is not None:
         part.prepared(kernel)
 
 
-_plain: list[bool] = []  # of the process: a context variable would be lost in the greenlets of a sweep
+_plain: list[bool] = []  # per process, since greenlets of a sweep lose context variables
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Compute without kernels while the context is open.
 
-    Kernels add in another order than torch. Where inputs are rounded, a difference in the last bit can change a code.
-    So runs compress and verify in plain torch; checkpoints do not depend on kernels.
+    Kernels add in another order than torch. With activation quantization, a difference in the last bit can change a
+    code.
+    Therefore runs compress and verify in plain torch; checkpoints do not depend on kernels.
     """
     _plain.append(True)
     try:
@@ -88,12 +89,15 @@ def plain_torch() -> Iterator[None]:
 
 
 def in_plain_torch() -> bool:
-    """Whether such a context is open."""
+    """Whether a `plain_torch` context is open."""
     return bool(_plain)
 
 
-def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
-    """Compute sum over parts of part.product(rounding(x)) + bias, each part by the first kernel that supports it."""
+def linear(x: Tensor, parts: Iterable[PartLike], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
+    """Compute the sum of part.product(rounding(x)) over parts, plus bias.
+
+    The first kernel that supports a part computes it.
+    """
     total: Tensor | None = None
     rounded: Tensor | None = None
     for part in parts:
@@ -109,7 +113,7 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
 
 
 def transformed(transform: Transform, x: Tensor) -> Tensor:
-    """The transformed inputs, by the first kernel that supports the call; otherwise in plain torch."""
+    """Transform the inputs by the first kernel that supports the call; otherwise in plain torch."""
     for kernel in () if _plain else TRANSFORMS:
         if kernel.supports(transform, x):
             return kernel.transformed(transform, x)
@@ -117,9 +121,19 @@ def transformed(transform: Transform, x: Tensor) -> Tensor:
 
 
 def linears(
-    x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
+    x: Tensor, parts: Sequence[PartLike], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
 ) -> list[Tensor] | None:
-    """`linear` for some layers of one part each, at most `MOST_TOGETHER`; None if no kernel computes them together."""
+    """Compute `linear` for several layers of one part each in one call.
+
+    Args:
+        x: inputs of all layers.
+        parts: at most `MAX_JOINT` parts.
+        rounding: activation quantizer of all layers, or None.
+        biases: bias of each layer, or None.
+
+    Returns:
+        The outputs; None if no kernel computes them together.
+    """
     if _plain or not x.is_contiguous():
         return None
     kernel: Any = kernel_for(parts[0], x, rounding)
@@ -128,8 +142,8 @@ def linears(
     return kernel.products(x, parts, rounding, biases)
 
 
-def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int, int, float] | None:
-    """What `traced_linear` needs for a call that a kernel computes; None for other calls."""
+def traced(part: PartLike, x: Tensor, rounding: Any) -> tuple[int, int, int, int, float] | None:
+    """Return the arguments of `traced_linear` for a call that a kernel computes; None for other calls."""
     kernel: Any = kernel_for(part, x, rounding)
     if not hasattr(kernel, "handle") or (rounding is not None and not rounding.computes_like(rounding)):
         return None
@@ -137,5 +151,5 @@ def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int, int, fl
 
 
 def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, *mode: Any) -> Tensor:
-    """The product for torch.compile, as an operator with few arguments to check."""
+    """Compute the product for torch.compile, as an operator with few arguments to check."""
     return torch.ops.compress.packed_linear(x, bias, handle, rows, *mode)

@@ -1,4 +1,4 @@
-"""Whether a step of a model is recorded: kernels are then called as torch operators, which the recorder sees."""
+"""Calls of kernels as torch operators, so that torch.compile and the tracer of decode steps see them."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def recorded() -> Iterator[None]:
 
 
 def as_operators() -> bool:
-    """Whether kernels are called as operators of torch: by torch.compile, and while a step is recorded."""
+    """Whether kernels are called as torch operators: within torch.compile, and while a decode step is traced."""
     return torch.compiler.is_compiling() or bool(_open)

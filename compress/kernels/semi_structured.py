@@ -1,4 +1,4 @@
-"""Kept weights of 2:4 in float16 or bfloat16 on a GPU, multiplied by its sparse tensor cores, as torch calls them.
+"""2:4 packed sparse weights in float16 or bfloat16 on a GPU, multiplied by its sparse tensor cores through torch.
 
 NVIDIA's Ampere whitepaper (2020) describes the instructions; torch converts the weight to their layout.
 """
@@ -11,33 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.contract import Part, RoundingLike
+from compress.kernels.contract import PartLike, RoundingLike
 from compress.native.choice import chosen
 
 TYPES = (torch.float16, torch.bfloat16)
-LEAST = 16  # rows and columns are multiples of it: `_DTYPE_SHAPE_CONSTRAINTS` of torch's class for cuSPARSELt
+LEAST = 16  # divisor of rows and columns: `_DTYPE_SHAPE_CONSTRAINTS` of torch's class for cuSPARSELt
 OLDEST = (8, 0)  # the compute capability of the first GPUs with such instructions
 
 
 class SemiStructuredKernel:
-    """Kept floats of 2:4 times floats of the same dtype.
+    """2:4 sparse floats times floats of the same dtype.
 
-    device: the type of the devices whose calls it computes. Tests set another one to show which calls it would take.
+    Attributes:
+        device: device type of the calls that the kernel supports. Tests replace it.
     """
 
     device = "cuda"
 
-    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+    def supports(self, part: PartLike, x: Tensor, rounding: RoundingLike | None) -> bool:
         if x.device.type != self.device or rounding is not None or (x.requires_grad and torch.is_grad_enabled()):
             return False
         return suits(part, x.dtype) and x.numel() > 0 and available(x.device)
 
-    def prepare(self, part: Part) -> Tensor:
-        known: Any = part
-        return torch.sparse.to_sparse_semi_structured(known.dense(known.dtype).contiguous())
+    def prepare(self, part: PartLike) -> Tensor:
+        sparse_part: Any = part
+        return torch.sparse.to_sparse_semi_structured(sparse_part.dense(sparse_part.dtype).contiguous())
 
     def product(
-        self, x: Tensor, part: Part, prepared: Tensor, rounding: RoundingLike | None, bias: Tensor | None
+        self, x: Tensor, part: PartLike, prepared: Tensor, rounding: RoundingLike | None, bias: Tensor | None
     ) -> Tensor:
         bias = bias if bias is None else bias.to(x.dtype)
         rows = x.reshape(-1, part.shape[1])
@@ -46,7 +47,7 @@ class SemiStructuredKernel:
 
 @torch.compiler.assume_constant_result
 def available(device: torch.device) -> bool:
-    """Whether torch has such products for the device, and kernels are not switched off."""
+    """Whether torch has sparse products for the device, and kernels are not disabled."""
     return chosen() != "none" and (device.type != "cuda" or _capable(device))
 
 
@@ -57,7 +58,7 @@ def _capable(device: torch.device) -> bool:
 
 
 def suits(part: Any, dtype: torch.dtype) -> bool:
-    """Whether a part holds kept floats of 2:4 in a dtype and shape that torch accepts, for inputs of that dtype."""
+    """Whether a part contains 2:4 floats in a dtype and shape that torch accepts, for inputs of that dtype."""
     if part.kind != "sparse" or part.scheme.values.kind != "dense" or part.scheme.sparsity.n_of_m != (2, 4):
         return False
     return part.dtype == dtype and dtype in TYPES and all(size and size % LEAST == 0 for size in part.shape)

@@ -63,7 +63,7 @@ class SharedInput:
         for other, (known, at) in self._seen.items():
             if known() is x and at == version and other is not layer:
                 members = self._sets.setdefault(other, [other])
-                if layer not in members and len(members) < dispatch.MOST_TOGETHER:
+                if layer not in members and len(members) < dispatch.MAX_JOINT:
                     members.append(layer)
                 return
         if layer in self._seen:

@@ -70,7 +70,7 @@ def test_any_call(batch, groups, shared, queries, keys, width, out, kind, whole,
     q, k, v = rows(heads, queries, width, seed), rows(groups, keys, width, seed + 1), rows(groups, keys, out, seed + 2)
     sizes = [size if all_ else 1 for size, all_ in zip((batch, heads, queries), whole, strict=True)]
     mask = masks(kind, (*sizes, keys), seed)
-    assert attends(q, k, v, mask, shared=True)
+    assert attends(q, k, v, mask, shares_heads=True)
     found = attend(q, k, v, mask, causal, 0.4)
     assert close(found, plainly(q, k, v, mask, causal, 0.4), v)
 
@@ -137,17 +137,17 @@ def test_as_many_threads_give_the_bits_of_one():
 
 def test_what_torch_computes():
     q, k = random(1, 4, 20, 8), random(1, 2, 20, 8)
-    assert attends(q, k, k, None, shared=True)
-    assert not attends(q, k, k, None, shared=False)  # torch repeats no heads by itself
-    assert not attends(q.double(), k, k, None, shared=True)
-    assert not attends(q[0], k, k, None, shared=True)
-    assert not attends(q, k[:, :, :0], k[:, :, :0], None, shared=True)
-    assert not attends(q, k, k, torch.ones(20, 20, dtype=torch.int64), shared=True)
-    assert not attends(q.clone().requires_grad_(), k, k, None, shared=True)
-    assert not attends(q.to("meta"), k, k, None, shared=True)
-    assert not attends(q.half(), k.half(), k.half(), None, shared=True)
-    assert not attends(q.bfloat16(), k, k, None, shared=True)
-    assert not attends(q, k, k, torch.ones(20, 20).bfloat16(), shared=True)
+    assert attends(q, k, k, None, shares_heads=True)
+    assert not attends(q, k, k, None, shares_heads=False)  # torch repeats no heads by itself
+    assert not attends(q.double(), k, k, None, shares_heads=True)
+    assert not attends(q[0], k, k, None, shares_heads=True)
+    assert not attends(q, k[:, :, :0], k[:, :, :0], None, shares_heads=True)
+    assert not attends(q, k, k, torch.ones(20, 20, dtype=torch.int64), shares_heads=True)
+    assert not attends(q.clone().requires_grad_(), k, k, None, shares_heads=True)
+    assert not attends(q.to("meta"), k, k, None, shares_heads=True)
+    assert not attends(q.half(), k.half(), k.half(), None, shares_heads=True)
+    assert not attends(q.bfloat16(), k, k, None, shares_heads=True)
+    assert not attends(q, k, k, torch.ones(20, 20).bfloat16(), shares_heads=True)
 
 
 @pytest.mark.parametrize("kind", [None, "bool", "lowest"])
@@ -155,7 +155,7 @@ def test_bfloat16_is_computed_in_float32(kind):
     q, k, v = (random(1, heads, 40, 8, seed=heads).bfloat16() for heads in (4, 2, 2))
     mask = masks(kind, (1, 4, 40, 40), 0)
     mask = mask.bfloat16() if kind == "lowest" else mask
-    assert attends(q, k, v, mask, shared=True)
+    assert attends(q, k, v, mask, shares_heads=True)
     found = attend(q, k, v, mask, kind is None, 0.3)
     wanted = plainly(q, k, v, mask if kind != "lowest" else mask.float(), kind is None, 0.3)
     assert found.dtype is torch.bfloat16 and found.transpose(1, 2).is_contiguous()

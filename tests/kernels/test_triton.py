@@ -22,7 +22,7 @@ from compress.kernels import dispatch
 from compress.kernels.triton import KERNEL, launch
 from compress.kernels.triton import codes as gpu
 from compress.kernels.triton.counters import Counters
-from compress.kernels.triton.launch import Tile
+from compress.kernels.triton.launch import ProductTile
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.codes import CodesPart
 from compress.layers.parts.dense import DensePart
@@ -251,7 +251,7 @@ def test_sums_of_splits():
     """A product of few tiles is divided among programs, and the parts are added in one order."""
     part, x = part_of(20, 2100, "int8", 128, False), here(3, 2100)
     weight = part.prepared(KERNEL)
-    assert Tile.of(3, weight, torch.float32, DEVICE).split(3, 20, weight.units, DEVICE) < weight.units
+    assert ProductTile.of(3, weight, torch.float32, DEVICE).split(3, 20, weight.units, DEVICE) < weight.units
     check(part, x, None, here(20, seed=4))
     check(part, x[:1], None, here(20, seed=4))
     assert torch.equal(dispatch.linear(x, [part], None, None), dispatch.linear(x, [part], None, None))

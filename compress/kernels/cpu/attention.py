@@ -10,40 +10,57 @@ from compress.native.library import OUT_OF_MEMORY, Attention, available, instruc
 MASKS = {torch.bool: 1, torch.float32: 2}  # compress_mask of compress_cpu.h
 
 
-def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared: bool) -> bool:
-    """Whether `attend` computes a call: of its dtypes, on the CPU, no gradients. shared: k may have fewer heads."""
+def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shares_heads: bool) -> bool:
+    """Whether `attend` supports a call: on the CPU, in a supported dtype, without gradients.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: attention mask, or None.
+        shares_heads: whether keys may have fewer heads than queries.
+    """
     if q.dtype not in (torch.float32, torch.bfloat16):
         return False
-    if not all(one.dtype is q.dtype and one.is_cpu and one.dim() == 4 for one in (q, k, v)):
+    if not all(tensor.dtype is q.dtype and tensor.is_cpu and tensor.dim() == 4 for tensor in (q, k, v)):
         return False
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (q, k, v, mask)):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (q, k, v, mask)):
         return False
     (batch, heads, _, width), (groups, keys) = q.shape, k.shape[1:3]
     if k.shape[0] != batch or v.shape[:3] != k.shape[:3] or k.shape[3] != width or keys == 0 or width == 0:
         return False
-    if groups != heads and (not shared or groups == 0 or heads % groups):
+    if groups != heads and (not shares_heads or groups == 0 or heads % groups):
         return False
-    if not available() or instruction_set() == "generic":  # whose vectors are shorter than those of torch
+    if not available() or instruction_set() == "generic":  # torch has longer vectors
         return False
     return mask is None or (mask.dtype in (*MASKS, q.dtype) and mask.is_cpu and mask.dim() <= 4)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """softmax(q k^T scale + mask) v, [batch, heads, queries, width of v].
+    """Compute softmax(q k^T scale + mask) v in float32.
 
-    q, k, v: float32 or bfloat16 [batch, heads, rows, width]; k and v may have fewer heads, which neighbours of q share.
-    mask: bool, false for keys that are not seen, or float32 or of their dtype, broadcast to [batch, heads, queries,
-    keys]. causal: query n sees the keys up to n. Queries that see no key get zeros. All is computed in float32. Raises
-    MemoryError.
+    Args:
+        q: float32 or bfloat16 [batch, heads, queries, width].
+        k: [batch, key heads, keys, width]; neighbouring heads of q share a key head.
+        v: [batch, key heads, keys, value width].
+        mask: bool (False for masked keys), float32, or the dtype of q; broadcast to [batch, heads, queries, keys].
+        causal: whether query n attends only to the keys up to n.
+        scale: factor of the scores.
+
+    Returns:
+        [batch, heads, queries, value width]; zeros for queries whose keys are all masked.
+
+    Raises:
+        MemoryError: if the buffers do not fit into memory.
     """
     if q.dtype is torch.bfloat16:
-        added = mask if mask is None or mask.dtype is torch.bool else mask.float()
-        return attend(q.float(), k.float(), v.float(), added, causal, scale).to(q.dtype)
+        float_mask = mask if mask is None or mask.dtype is torch.bool else mask.float()
+        return attend(q.float(), k.float(), v.float(), float_mask, causal, scale).to(q.dtype)
     native = library()
     assert native is not None
     batch, heads, queries, width = q.shape
-    q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (q, k, v))
-    out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)  # as the layer after it reads it
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)  # the layout that the next layer reads
     strides = (0, 0, 0)
     if mask is not None:
         mask = mask.expand(batch, heads, queries, k.shape[2])

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from compress.kernels.contract import Part
+from compress.kernels.contract import PartLike
 from compress.kernels.cpu.codes import HALF
 from compress.kernels.cpu.packed import UNIT, PackedCodes, of_bytes
 from compress.native.library import LANES, library
@@ -47,19 +47,19 @@ class PackedKind(NamedTuple):
     pack: Callable[[Any, int], PackedCodes]
 
 
-def codec_of(part: Part) -> int | None:
+def codec_of(part: PartLike) -> int | None:
     """Return the codec of a part; None if the table does not list its kind or the library cannot read it."""
     return KINDS[part.kind].codec(part) if part.kind in KINDS else None
 
 
-def pack(part: Part) -> PackedCodes:
+def pack(part: PartLike) -> PackedCodes:
     """Describe a part, whose codec is not None, to the library."""
     codec = codec_of(part)
     assert codec is not None
     return KINDS[part.kind].pack(part, codec)
 
 
-def rotated_rows(part: Part) -> int | None:
+def rotated_rows(part: PartLike) -> int | None:
     """Return the order of the Hadamard matrix that rotates the rows of a part; None if rows are not rotated."""
     return getattr(part.scheme, "rotated", None)
 

@@ -1,4 +1,4 @@
-"""Packed weights as the C library takes them."""
+"""Packed weights in the layout of the C library."""
 
 from __future__ import annotations
 
@@ -15,19 +15,29 @@ from compress.native.library import LANES, Weight, library, pointer
 UNIT = 32  # columns of a unit; a tile has LANES rows
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # compress_scale of compress_cpu.h
-TILES = "step_bits", "states", "tile_rows", "tile_columns"  # the same, of walks
+TILES = "step_bits", "states", "tile_rows", "tile_columns"  # fields of compress_weight for trellis paths
 
 
 @dataclass(frozen=True, eq=False)
 class PackedCodes:
     """The weights of a part in the layout of compress_cpu.h.
 
-    words: int32 [tiles, units, bits, 16]. scale, zero: [tiles, groups, 16], float32 or `narrowed`; zero None:
-    `zero_point` everywhere.
-    table: float32 [2^codec], or None. order: int32 [32 units], or None. Kept floats alone are words [kept + 16],
-    with masks: int16 [tiles, 32 units], and offsets: int64 [tiles]; None for codes. All weights in floats are words
-    [out, in]. Weights that are looked up are words uint8 [out, bytes], and their table is float32 [tables, books,
-    entries, length]. tiles: the numbers of `TILES`, or none. narrow: float32 inputs may be rounded to bfloat16.
+    Attributes:
+        words: codes: int32 [tiles, units, bits, 16]. Packed sparse floats: [weights + 16]. Dense floats: [out, in].
+            Looked-up weights: uint8 [out, bytes].
+        scale: [tiles, groups, 16], float32 or `narrowed`.
+        zero: like `scale`; None: `zero_point` everywhere.
+        table: float32 [2^codec], or [tables, books, entries, length] for looked-up weights; None for others.
+        order: int32 [32 units], the column of x of each packed column, or None.
+        masks: int16 [tiles, 32 units] of packed sparse floats; None for others.
+        offsets: int64 [tiles] of packed sparse floats; None for others.
+        zero_point: zero point of all weights.
+        codec: compress_codec of compress_cpu.h.
+        rows: number of rows.
+        width: number of columns.
+        group: columns that share a scale.
+        narrow: whether float32 inputs may be rounded to bfloat16.
+        tiles: the numbers of `TILES` for trellis paths; empty for others.
     """
 
     words: Tensor
@@ -82,7 +92,7 @@ class PackedCodes:
 
     @property
     def units(self) -> int:
-        """Runs of 32 packed columns."""
+        """Number of runs of 32 packed columns."""
         if self.words.dim() == 2:  # rows of floats
             return -(-self.width // UNIT)
         return self.words.shape[1] if self.masks is None else self.masks.shape[1] // UNIT
@@ -97,30 +107,30 @@ class PackedCodes:
         """The numbers, in the order of the operator's arguments."""
         return self.zero_point, self.codec, self.rows, self.width, self.group, self.narrow, list(self.tiles)
 
-    def columns(self, chosen: Tensor) -> Tensor:
-        """The weights [rows, n] of some columns of x, as float32. chosen: int64 [n]."""
+    def columns(self, columns: Tensor) -> Tensor:
+        """Return the weights [rows, n] of the columns of x with these indices (int64 [n]), as float32."""
         if self.order is not None:
-            there = self.order >= 0
-            place = torch.empty(self.width, dtype=torch.int64)
-            place[self.order[there].long()] = there.nonzero()[:, 0]
-            chosen = place[chosen]
-        wanted, codes = chosen.int(), torch.empty(self.rows, len(chosen), dtype=torch.uint8)
+            has_column = self.order >= 0
+            position = torch.empty(self.width, dtype=torch.int64)
+            position[self.order[has_column].long()] = has_column.nonzero()[:, 0]
+            columns = position[columns]
+        indices, codes = columns.int(), torch.empty(self.rows, len(columns), dtype=torch.uint8)
         native = library()
         assert native is not None
         failed = native.compress_codes(
-            self.address, wanted.data_ptr(), len(wanted), codes.data_ptr(), torch.get_num_threads()
+            self.address, indices.data_ptr(), len(indices), codes.data_ptr(), torch.get_num_threads()
         )
         assert not failed, "columns are outside of a packed weight"
-        zero = self.zero_point if self.zero is None else self._spread(self.zero, chosen)
-        return (codes - zero) * self._spread(self.scale, chosen)
+        zero = self.zero_point if self.zero is None else self._spread(self.zero, columns)
+        return (codes - zero) * self._spread(self.scale, columns)
 
-    def _spread(self, values: Tensor, chosen: Tensor) -> Tensor:
-        """The value of each row and packed column, of those per group."""
-        return values.float()[:, chosen // self.group].mT.flatten(0, 1)[: self.rows]
+    def _spread(self, values: Tensor, columns: Tensor) -> Tensor:
+        """Expand values per group to each row and packed column."""
+        return values.float()[:, columns // self.group].mT.flatten(0, 1)[: self.rows]
 
 
 def narrowed(values: Tensor) -> Tensor:
-    """float32 values as bfloat16 or float16 numbers, if all are exact; otherwise as they are."""
+    """Return float32 values as bfloat16 or float16 numbers if all are exact; otherwise unchanged."""
     if torch.equal(values.bfloat16().float(), values):
         return values.bfloat16()
     half, sizes = values.half(), values.abs()
@@ -140,8 +150,15 @@ def of_bytes(
 ) -> PackedCodes:
     """Describe weights that are read from the bytes of each row, or each row of tiles.
 
-    table: [tables, books, entries, length], or None. scale: [out or 1, groups]; None: 1. group: columns that share a
-    scale, a multiple of 16; None: whole rows. tiles: as of `PackedCodes`.
+    Args:
+        codec: compress_codec of compress_cpu.h.
+        words: uint8 [out, bytes].
+        table: [tables, books, entries, length], or None.
+        scale: [out or 1, groups]; None: 1.
+        shape: (out, in).
+        narrow: as of `PackedCodes`.
+        group: columns that share a scale, a multiple of 16; None: whole rows.
+        tiles: as of `PackedCodes`.
     """
     rows, width = shape
     columns = -(-width // UNIT) * UNIT

@@ -14,12 +14,20 @@ from compress.kernels.recording import as_operators
 from compress.native.library import LANES, OUT_OF_MEMORY, HadamardMatrix, library, pointer
 from compress.numerics.hadamard import factors, hadamard
 
-LARGEST = 512  # rows of a matrix that is multiplied as it is; torch's products of matrices are for larger ones
+LARGEST = 512  # order of the largest dense factor; torch multiplies larger ones
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
-    """A Hadamard matrix as compress_cpu.h describes it. matrices: float32; lengths: int64, of all but the first."""
+class HadamardSteps:
+    """A Hadamard matrix as compress_cpu.h describes it.
+
+    Attributes:
+        matrices: float32, the inner matrix and the outer ones.
+        lengths: int64, orders of all matrices except the first.
+        inner: order of the inner matrix.
+        levels: number of butterfly levels.
+        order: order of the matrix.
+    """
 
     matrices: Tensor
     lengths: Tensor
@@ -47,11 +55,11 @@ class Steps:
 
 
 @cache
-def steps(order: int, inverse: bool) -> Steps | None:
-    """The steps of a product with a matrix or its inverse; None if a dense one would be larger than `LARGEST`.
+def steps(order: int, inverse: bool) -> HadamardSteps | None:
+    """Return the steps of a product with a matrix or its inverse; None if a dense factor is larger than `LARGEST`.
 
-    Butterflies take whole vectors, so the innermost 16 rows are multiplied as one matrix; where the order has fewer
-    factors of 2, the smallest matrix of Paley joins them.
+    Butterflies take whole vectors, so the innermost 16 rows are multiplied as one matrix; if the order has fewer
+    factors of 2, the smallest Paley matrix is merged into them.
     """
     parts = factors(order)
     if parts is None:
@@ -63,14 +71,14 @@ def steps(order: int, inverse: bool) -> Steps | None:
         inner = torch.kron(hadamard(paley.pop()), inner)
     if max([len(inner), *paley]) > LARGEST:
         return None
-    others = [hadamard(part) for part in reversed(paley)]
+    outer_matrices = [hadamard(part) for part in reversed(paley)]
     if inverse:
-        inner, others = inner.T, [matrix.T for matrix in others]
+        inner, outer_matrices = inner.T, [matrix.T for matrix in outer_matrices]
     with torch.inference_mode(False):
         padded = torch.nn.functional.pad(inner, (0, -len(inner) % LANES))
-        matrices = torch.cat([matrix.flatten().float() for matrix in (padded, *others)])
-        lengths = torch.tensor([len(matrix) for matrix in others], dtype=torch.int64, device="cpu")
-    return Steps(matrices, lengths, len(inner), twos - low, order)
+        matrices = torch.cat([matrix.flatten().float() for matrix in (padded, *outer_matrices)])
+        lengths = torch.tensor([len(matrix) for matrix in outer_matrices], dtype=torch.int64, device="cpu")
+    return HadamardSteps(matrices, lengths, len(inner), twos - low, order)
 
 
 def rotate(
@@ -81,12 +89,22 @@ def rotate(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(x * signs) H / sqrt(order), or, if `outputs`, x H^T / sqrt(order) * signs + bias, for runs of `order` channels.
+    """Compute (x * signs) H / sqrt(order), or x H^T / sqrt(order) * signs + bias, for runs of `order` channels, in
+    float32.
 
-    x: float32 or bfloat16; it is computed in float32. dtype: of the result; None: that of x.
+    Args:
+        x: float32 or bfloat16.
+        signs: int8, one per channel.
+        order: order of the matrix.
+        outputs: whether to compute the second formula.
+        bias: bias of the second formula, or None.
+        dtype: dtype of the result; None: that of x.
+
+    Raises:
+        MemoryError: if the buffers do not fit into memory.
     """
-    native, found = library(), steps(order, outputs)
-    assert native is not None and found is not None
+    native, hadamard_steps = library(), steps(order, outputs)
+    assert native is not None and hadamard_steps is not None
     assert signs.dtype == torch.int8 and signs.shape == x.shape[-1:] and (bias is None or bias.shape == signs.shape)
     width, rows = x.shape[-1], x
     if not x.is_contiguous():
@@ -96,7 +114,7 @@ def rotate(
     signs, bias = signs.contiguous(), None if bias is None else bias.float().contiguous()
     count, step = x.numel() // max(1, width), width if rows is x else rows.stride(0)
     failed = native.compress_rotate(
-        found.address,
+        hadamard_steps.address,
         rows.data_ptr(),
         y.data_ptr(),
         signs.data_ptr(),
@@ -139,7 +157,7 @@ def rotated(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`rotate`, as the operator where torch traces."""
+    """Compute `rotate`, as the operator if torch traces."""
     if as_operators():
         return torch.ops.compress.rotate(x, signs, order, outputs, bias, dtype)
     return rotate(x, signs, order, outputs, bias, dtype)
@@ -147,5 +165,5 @@ def rotated(
 
 @torch.compiler.assume_constant_result
 def has_steps(order: int) -> bool:
-    """Whether a matrix of this order is multiplied here; a constant for torch.compile."""
+    """Whether a matrix of this order is supported; a constant for torch.compile."""
     return library() is not None and steps(order, False) is not None

@@ -1,7 +1,7 @@
-"""GPU kernels in Triton: weights of every grid of up to 8 bits, times floats or rounded inputs."""
+"""GPU kernels in Triton: weights of every grid of up to 8 bits, times floats or quantized activations."""
 
 from __future__ import annotations
 
-from compress.kernels.triton.codes import CodesKernel
+from compress.kernels.triton.codes import TritonKernel
 
-KERNEL = CodesKernel()
+KERNEL = TritonKernel()

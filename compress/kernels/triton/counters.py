@@ -1,4 +1,4 @@
-"""Counters of the tiles whose sums several programs share."""
+"""Counters of the output tiles whose sums several programs share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hu
 
 
 class Counters:
-    """Zeros in which the programs of a call count the parts of a tile that are done, and leave zeros.
+    """Zeros in which the programs of a call count the completed parts of a tile; the last program resets them.
 
-    Calls of one stream follow each other and share them. Each call in a CUDA graph has its own.
+    Calls of one stream are sequential and share counters. Each call in a CUDA graph has its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,12 +20,12 @@ class Counters:
         self.streams: dict[int, Tensor] = {}
 
     def of_graph(self, tiles: int) -> Tensor:
-        """Counters for one call, which another call never gets."""
-        first, self.taken = self.taken, self.taken + tiles
-        return self.pool[first : first + tiles]
+        """Return counters for one call, which no other call gets."""
+        start, self.taken = self.taken, self.taken + tiles
+        return self.pool[start : start + tiles]
 
     def of_stream(self, stream: int, tiles: int) -> Tensor:
-        """Counters for the calls of a stream."""
+        """Return counters for the calls of a stream."""
         if stream not in self.streams or len(self.streams[stream]) < tiles:
             self.streams[stream] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=self.device)
         return self.streams[stream]
@@ -35,12 +35,12 @@ _counters: dict[torch.device, Counters] = {}
 
 
 def counters(device: torch.device, tiles: int) -> Tensor:
-    """Counters for a call on the current stream."""
+    """Return counters for a call on the current stream."""
     on_gpu = device.type == "cuda"
-    capturing, known = on_gpu and torch.cuda.is_current_stream_capturing(), _counters.get(device)
-    if capturing and (known is None or known.taken + tiles > COUNTERS):
+    capturing, device_counters = on_gpu and torch.cuda.is_current_stream_capturing(), _counters.get(device)
+    if capturing and (device_counters is None or device_counters.taken + tiles > COUNTERS):
         return torch.zeros(tiles, dtype=torch.int32, device=device)
-    known = known or _counters.setdefault(device, Counters(device))
+    device_counters = device_counters or _counters.setdefault(device, Counters(device))
     if capturing:
-        return known.of_graph(tiles)
-    return known.of_stream(torch.cuda.current_stream(device).cuda_stream if on_gpu else 0, tiles)
+        return device_counters.of_graph(tiles)
+    return device_counters.of_stream(torch.cuda.current_stream(device).cuda_stream if on_gpu else 0, tiles)

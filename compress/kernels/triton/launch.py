@@ -15,10 +15,10 @@ from compress.kernels.triton.counters import counters
 
 PROGRAMS = "compress.kernels.triton.programs"
 VECTORS = 2  # rows of inputs up to which each is multiplied without tensor cores
-FEW = 16  # rows of inputs up to which they are read where they are
-MOST = 64  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
-KEPT = 64  # plans of a weight
-AT_ONCE = 1024  # elements that `round_rows` holds
+FEW = 16  # rows of inputs up to which these are not copied
+MOST = 64  # rows of inputs for which weights are decoded in the product; for more, separate decoding is faster
+MAX_PLANS = 64  # cached plans of a weight
+AT_ONCE = 1024  # elements of a block of `round_rows`
 VECTOR_ROWS = 2, 4  # rows of weights of a program for one row of inputs
 VECTOR_WAVES = 6  # programs per multiprocessor, if there are so many
 VECTOR_WORDS = 32, 256  # least and most words of a row that a step of it reads
@@ -26,13 +26,25 @@ MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128,
 
 
 @dataclass(frozen=True, eq=False)
-class PackedCodes:
-    """The weights of a part as the programs read them; the words, and mostly all tensors, are those of the part.
+class TritonWeight:
+    """The weights of a part as the programs read them; most tensors are those of the part.
 
-    words: int32 [out, words], as in `weights.codes`; or uint8 for codes of 8 bits. scale: [out or 1, groups];
-    zero: zero points or minima, or None. shared: float32 [1], divides scales that are stored as 8-bit floats. table:
-    float32 [2^bits], or None. index: int32 [in], the group of each column, or None. The kinds are those of `decoding`.
-    group: columns per scale; 0: all. plans: some of those of products so far, by what they depend on.
+    Attributes:
+        words: int32 [out, words], as in `layers.parts.codes`; uint8 for codes of 8 bits.
+        scale: [out or 1, groups].
+        zero: zero points or minima, or None.
+        shared: float32 [1], divides scales that are stored as 8-bit floats.
+        table: float32 [2^bits], or None.
+        index: int32 [in], the group of each column, or None.
+        bits: bits of a code.
+        rows: number of rows.
+        width: number of columns.
+        group: columns per scale; 0: all.
+        point: zero point of all codes.
+        kind: kind of codes of `decoding`.
+        scale_kind: kind of scales of `decoding`.
+        zero_kind: kind of zero points of `decoding`.
+        plans: cached plans of products, by what they depend on.
     """
 
     words: Tensor
@@ -49,7 +61,7 @@ class PackedCodes:
     kind: str
     scale_kind: str
     zero_kind: str
-    plans: dict[tuple[int, int, torch.dtype, bool], Plan] = field(default_factory=dict, repr=False)
+    plans: dict[tuple[int, int, torch.dtype, bool], ProductPlan] = field(default_factory=dict, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -64,12 +76,12 @@ class PackedCodes:
 
     @property
     def per_unit(self) -> int:
-        """Codes in the shortest run that fills whole words."""
+        """Number of codes in the shortest run that fills whole words."""
         return 1 if self.words.dtype is torch.uint8 else math.lcm(self.bits, 32) // self.bits
 
     @property
     def units(self) -> int:
-        """Units of a row."""
+        """Number of units of a row."""
         return math.ceil(self.width / self.per_unit)
 
     def pairs(self, dtype: torch.dtype) -> bool:
@@ -83,12 +95,12 @@ class PackedCodes:
 
     @property
     def by_words(self) -> bool:
-        """Whether words hold whole codes, and the columns of a word have one scale."""
+        """Whether words contain whole codes, and the columns of a word have one scale."""
         return self.bits in (2, 4, 8) and (self.one_scale or (self.index is None and self.group % self.per_word == 0))
 
     @property
     def per_word(self) -> int:
-        """Codes of a word of 32 bits, of codes of 2, 4 or 8 bits."""
+        """Number of codes in a word of 32 bits, of codes of 2, 4 or 8 bits."""
         return 32 // self.bits
 
     @property
@@ -98,7 +110,7 @@ class PackedCodes:
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
-        """The tensors for a program; words stand for those that it does not read."""
+        """The tensors for a program; `words` replaces those that it does not read."""
         return tuple(self.words if tensor is None else tensor for tensor in self.tensors)
 
     @property
@@ -107,7 +119,7 @@ class PackedCodes:
         return self.one_scale or (self.index is None and self.group % self.per_unit == 0)
 
     def scaled(self, columns: int) -> str:
-        """Where scales are multiplied: per "tile", per "step" of so many columns, or per "weight"."""
+        """Return where scales are multiplied: per "tile", per "step" of `columns` columns, or per "weight"."""
         if self.zero_kind == "minimum" or self.index is not None:
             return "weight"
         if self.one_scale:
@@ -116,7 +128,7 @@ class PackedCodes:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What all programs are compiled for."""
+        """Constants that all programs are compiled for."""
         return {
             "bits": self.bits,
             "per_unit": self.per_unit,
@@ -129,15 +141,21 @@ class PackedCodes:
 
     @property
     def scale_stride(self) -> int:
-        """Scales between those of consecutive rows."""
+        """Number of scales between those of consecutive rows."""
         return 0 if self.scale.shape[0] == 1 else self.scale.shape[1]
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Rows of inputs, rows of weights and units that one step of a program multiplies, and its resources.
+class ProductTile:
+    """Sizes of one step of a program, and its resources.
 
-    waves: programs per multiprocessor that `split` aims at, so that their reads of memory overlap.
+    Attributes:
+        m: rows of inputs.
+        n: rows of weights.
+        units: units of a row of weights.
+        warps: warps of a program.
+        stages: stages of the software pipeline.
+        waves: programs per multiprocessor that `split` aims at, so that their memory reads overlap.
     """
 
     m: int
@@ -148,10 +166,16 @@ class Tile:
     waves: int
 
     @classmethod
-    def of(cls, batch: int, weight: PackedCodes, dtype: torch.dtype, device: torch.device) -> Tile:
-        """A tile for `batch` rows of inputs. dtype: of the operands.
+    def of(cls, batch: int, weight: TritonWeight, dtype: torch.dtype, device: torch.device) -> ProductTile:
+        """Choose a tile for `batch` rows of inputs.
 
         ptxas spills hardly a register of these (`tests/kernels/compile_programs.py`).
+
+        Args:
+            batch: rows of inputs.
+            weight: the weight.
+            dtype: dtype of the operands.
+            device: the GPU.
         """
         per_unit, size = weight.per_unit, dtype.itemsize
         wide, at_once = size == 4, weight.at_once(dtype)  # float32 is multiplied without tensor cores
@@ -170,19 +194,27 @@ class Tile:
         return cls(m, n, units, 8 if m > 32 else 4, stages, waves)
 
     def tiles(self, batch: int, rows: int) -> int:
-        """The number of tiles of the output."""
+        """Return the number of tiles of the output."""
         return math.ceil(batch / self.m) * math.ceil(rows / self.n)
 
     def split(self, batch: int, rows: int, units: int, device: torch.device) -> int:
-        """Units per program, so that a product of few tiles also uses the whole device."""
+        """Return the units per program, so that a product of few tiles also uses the whole device."""
         steps, tiles = math.ceil(units / self.units), self.tiles(batch, rows)
         parts = max(1, min(steps, self.waves * multiprocessors(device) // tiles))
         return math.ceil(steps / parts) * self.units
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """How inputs are rounded: the dtype of the codes, the numbers of the grid, and a static scale [1] or None."""
+class InputQuantizer:
+    """Activation quantization of a product.
+
+    Attributes:
+        dtype: dtype of the codes.
+        span: `Grid.span`.
+        lowest: lowest code.
+        highest: highest code.
+        static: static scale [1], or None.
+    """
 
     dtype: torch.dtype
     span: float
@@ -197,15 +229,20 @@ class Rounding:
 
     @property
     def digits(self) -> tuple[float, float]:
-        """The smallest normal number and the last digit of 1, of 8-bit floats."""
+        """The smallest normal number and the epsilon of 8-bit floats."""
         return (1.0, 1.0) if self.integer else (torch.finfo(self.dtype).tiny, torch.finfo(self.dtype).eps)
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Inputs of `product`: [batch, width], or `laid` as [batch, places, units] or as columns that are `turned`.
+class ProductInputs:
+    """Inputs of `product`.
 
-    row, place: elements between rows and places. scale: for codes, of each row.
+    Attributes:
+        x: [batch, width], or, if `laid`, [batch, places, units] or columns in the order of `turned`.
+        row: elements between rows.
+        place: elements between places.
+        laid: whether columns are reordered.
+        scale: scale of each row, for codes.
     """
 
     x: Tensor
@@ -215,18 +252,18 @@ class Inputs:
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, per_unit: int, places: int) -> Inputs:
-        """Floats [batch, width]. Many rows are copied first, in the order in which the program reads columns."""
+    def of(cls, x: Tensor, per_unit: int, places: int) -> ProductInputs:
+        """Wrap floats [batch, width]. Many rows are first copied in the order in which the program reads columns."""
         if x.shape[0] <= FEW or per_unit == 1:
             return cls(x, x.stride(0), 0, False)
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % per_unit))
         shape = (len(x), -1, 2, per_unit // 2) if places == 1 else (len(x), 1, -1, per_unit)
-        found = padded.view(shape).transpose(2, 3).contiguous()
-        return cls(found, found.stride(0), found.stride(2), True)
+        ordered = padded.view(shape).transpose(2, 3).contiguous()
+        return cls(ordered, ordered.stride(0), ordered.stride(2), True)
 
     @classmethod
-    def rounded(cls, x: Tensor, rounding: Rounding, places: int) -> Inputs:
-        """Codes of floats [batch, width], as `numerics.quant.inputs.round_inputs` computes them."""
+    def rounded(cls, x: Tensor, rounding: InputQuantizer, places: int) -> ProductInputs:
+        """Quantize floats [batch, width], as `numerics.quant.inputs.round_inputs` does."""
         batch, width = x.shape
         units = math.ceil(width / places)
         codes = torch.empty(batch, units * places, dtype=rounding.dtype, device=x.device)
@@ -244,7 +281,7 @@ class Inputs:
             x.stride(0),
             places,
             *limits,
-            given=static is not None,
+            has_static_scale=static is not None,
             like=language(like),
             integer=rounding.integer,
             block=AT_ONCE,
@@ -253,25 +290,25 @@ class Inputs:
 
 
 def rows_of_tile(batch: int, dtype: torch.dtype) -> int:
-    """Rows of inputs of a tile, a power of two. dtype: of the operands."""
+    """Return the rows of inputs of a tile, a power of two, for operands of this dtype."""
     return min(max(1 << (batch - 1).bit_length(), FEW), 32 if dtype.itemsize == 4 else 128)
 
 
 @cache
 def programs() -> Any:
-    """The module of the programs; triton is imported when the first of them is called."""
+    """Return the module of the programs; triton is imported when the first of them is called."""
     return importlib.import_module(PROGRAMS)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors; 2 on a CPU, where Triton's interpreter runs the programs."""
+    """Return the number of multiprocessors; 2 on a CPU, where Triton's interpreter runs the programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take."""
+    """Return the bytes of shared memory that a program may use."""
     least = 99 << 10  # of compute capability 8.9
     if device.type != "cuda":
         return least
@@ -279,15 +316,19 @@ def shared_memory(device: torch.device) -> int:
 
 
 def language(dtype: torch.dtype) -> Any:
-    """A dtype of floats in Triton."""
+    """Return a float dtype in Triton."""
     return getattr(programs().tl, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How the products of a weight with some rows of inputs are computed: programs [tiles, parts] with their options.
+class ProductPlan:
+    """How the products of a weight with a number of input rows are computed.
 
-    places: of a unit, if the codes of each place are decoded apart, or 1. length: units of a part.
+    Attributes:
+        places: places of a unit, if the codes of each place are decoded separately; otherwise 1.
+        grid: programs [tiles, parts].
+        length: units of a part.
+        options: constants of the programs.
     """
 
     places: int
@@ -296,10 +337,20 @@ class Plan:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> Plan:
-        """dtype: of the inputs. native: codes of inputs and weights are multiplied."""
+    def of(
+        cls, weight: TritonWeight, batch: int, dtype: torch.dtype, native: bool, device: torch.device
+    ) -> ProductPlan:
+        """Plan a product.
+
+        Args:
+            weight: the weight.
+            batch: rows of inputs.
+            dtype: dtype of the inputs.
+            native: whether codes of inputs and weights are multiplied.
+            device: the GPU.
+        """
         operand = torch.int8 if native else dtype
-        tile = Tile.of(batch, weight, operand, device)
+        tile = ProductTile.of(batch, weight, operand, device)
         length, at_once = tile.split(batch, weight.rows, weight.units, device), weight.at_once(operand)
         columns = tile.units * weight.per_unit
         interpreted = device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
@@ -309,7 +360,7 @@ class Plan:
             "uniform": weight.uniform,
             "scaled": weight.scaled(columns),
             "at_once": at_once,
-            "whole": weight.width % columns == 0,
+            "is_complete": weight.width % columns == 0,
             "direct": not interpreted,
             "native": native,
             "single": exact and weight.uniform and weight.zero_kind == "none" and weight.kind != "table",
@@ -325,19 +376,29 @@ class Plan:
         return cls(1 if at_once else weight.per_unit, grid, length, options)
 
 
-def plan_of(weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> Plan:
-    """`Plan.of`, kept for the next call."""
+def plan_of(weight: TritonWeight, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> ProductPlan:
+    """Return `ProductPlan.of`, cached for the next call."""
     m = rows_of_tile(batch, torch.int8 if native else dtype)
     key = m, math.ceil(batch / m), dtype, native
     if (plan := weight.plans.get(key)) is None:
-        if len(weight.plans) >= KEPT:
+        if len(weight.plans) >= MAX_PLANS:
             weight.plans.clear()
-        plan = weight.plans[key] = Plan.of(weight, batch, dtype, native, device)
+        plan = weight.plans[key] = ProductPlan.of(weight, batch, dtype, native, device)
     return plan
 
 
-def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Rounding | None, native: bool) -> Tensor:
-    """x [batch, width] times a weight, plus bias. native: codes of inputs and weights are multiplied."""
+def multiply(
+    x: Tensor, weight: TritonWeight, bias: Tensor | None, rounding: InputQuantizer | None, native: bool
+) -> Tensor:
+    """Compute x [batch, width] times a weight, plus bias.
+
+    Args:
+        x: inputs.
+        weight: the weight.
+        bias: bias, or None.
+        rounding: activation quantization, or None.
+        native: whether codes of inputs and weights are multiplied.
+    """
     batch, device = x.shape[0], x.device
     if batch <= VECTORS and rounding is None and weight.by_words:
         return multiply_vectors(x, weight, bias)
@@ -351,9 +412,9 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
         parts = torch.empty(count, *y.shape, dtype=torch.float32, device=device)
         arrived = counters(device, plan.grid[0])
     if rounding is None:
-        inputs = Inputs.of(x, weight.per_unit, plan.places)
+        inputs = ProductInputs.of(x, weight.per_unit, plan.places)
     else:
-        inputs = Inputs.rounded(x, rounding, plan.places)
+        inputs = ProductInputs.rounded(x, rounding, plan.places)
     programs().product[plan.grid](
         inputs.x,
         y if inputs.scale is None else inputs.scale,
@@ -383,8 +444,11 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
     return y
 
 
-def multiply_vectors(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
-    """`multiply` for few rows of x. A program multiplies one of them; that of the next row finds words in the cache."""
+def multiply_vectors(x: Tensor, weight: TritonWeight, bias: Tensor | None) -> Tensor:
+    """Compute `multiply` for few rows of x.
+
+    A program multiplies one of them; that of the next row finds the words in the cache.
+    """
     words = weight.words.view(torch.int32)
     stride = words.shape[1]
     block, n = vector_block(stride), vector_rows(weight.rows, x.device)
@@ -409,7 +473,7 @@ def multiply_vectors(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Ten
         group=weight.group,
         biased=bias is not None,
         direct=x.device.type != "cpu",
-        whole=stride * weight.per_word == weight.width and stride % block == 0,
+        is_complete=stride * weight.per_word == weight.width and stride % block == 0,
         block_n=n,
         block_u=block,
         num_warps=1,
@@ -419,25 +483,25 @@ def multiply_vectors(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Ten
 
 
 def vector_block(stride: int) -> int:
-    """Words of a row that `vector` reads in a step: a power of two, which divides those of a row if it can."""
+    """Return the words of a row that `vector` reads in a step: a power of two, if possible a divisor of the row."""
     least, most = VECTOR_WORDS
     divisor = stride & -stride
     return min(most, divisor if divisor >= 4 * least else max(least, 1 << (stride - 1).bit_length()))
 
 
 def vector_rows(rows: int, device: torch.device) -> int:
-    """Rows of weights of a program of `vector`: the most that leave every multiprocessor several programs."""
-    wanted = VECTOR_WAVES * multiprocessors(device)
-    return max((n for n in VECTOR_ROWS if rows >= n * wanted), default=VECTOR_ROWS[0])
+    """Return the rows of weights per program of `vector`: the most that leave every multiprocessor several programs."""
+    min_programs = VECTOR_WAVES * multiprocessors(device)
+    return max((n for n in VECTOR_ROWS if rows >= n * min_programs), default=VECTOR_ROWS[0])
 
 
 def one_at(bit: int) -> int:
-    """The bits of the float32 in which this bit of the mantissa is worth 1."""
+    """Return the bits of the float32 in which this bit of the mantissa is worth 1."""
     return (127 + 23 - bit) << 23
 
 
-def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
-    """The weight [rows, width] in float16 or bfloat16, for codes that are decoded at once."""
+def dequantized(weight: TritonWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [rows, width] in float16 or bfloat16, for codes that are decoded at once."""
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.words.device)
     rows, units, interpreted = 32, 128 // weight.per_unit, out.device.type == "cpu"
     programs().weights[(math.ceil(weight.rows / rows), math.ceil(weight.units / units))](

@@ -27,7 +27,7 @@ FILES = {
 FOLDERS = {
     "errors": "the small tree of errors that a user can meet",
     "version": "one number",
-    "native": "the shared library of C++ code and its C interface; loops over columns, on GPUs in Triton; walks of trellises",
+    "native": "the shared library of C++ code and its C interface; loops over columns, on GPUs in Triton; trellis paths",
     "numerics": "`quant/` (grids, codes, scales, rounding), `sparse/` (masks, scores, schedules), linear algebra: pure functions",
     "kernels": "the forward pass of packed weights, and its reference in plain torch",
     "layers": "what a compressed layer is: `parts/`, `transforms/`, its scheme, `CompressedLinear`, the embedding",

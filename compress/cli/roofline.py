@@ -14,7 +14,7 @@ from compress.cli.show import print_json, print_table
 
 if TYPE_CHECKING:
     from compress.pipeline.rooflines import Roofline
-    from compress.roofline.estimate import Cost, Pass
+    from compress.roofline.estimate import PassCost, ProductCost
 
 HEAD = ("products", "count", "operations", "bytes", "op/byte", "bound by", "us of all")
 """Of one product, but the microseconds; 'before -> after' where a run changes them."""
@@ -77,7 +77,7 @@ def _list(as_json: bool) -> None:
         click.echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
 
 
-def _rows(before: Pass, after: Pass | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _rows(before: PassCost, after: PassCost | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head of the table, and a row for each kind of product."""
     later = {cost.name: cost for cost in (after or before).costs}
     rows = []
@@ -87,7 +87,7 @@ def _rows(before: Pass, after: Pass | None) -> tuple[tuple[str, ...], list[tuple
     return HEAD, rows
 
 
-def _cells(cost: Cost) -> tuple[str, ...]:
+def _cells(cost: ProductCost) -> tuple[str, ...]:
     operations, size = cost.operations / cost.count, cost.size_bytes / cost.count
     rates = f"{cost.intensity:.3g}", cost.bound, f"{cost.seconds * 1e6:.4g}"
     return f"{cost.count}", shortened(operations), shortened(size), *rates

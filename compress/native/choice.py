@@ -9,5 +9,5 @@ VARIABLE = "COMPRESS_KERNELS"
 
 
 def chosen() -> str:
-    """The value of the variable; empty: the best kernels."""
+    """Return the value of the variable; empty: the best kernels."""
     return os.environ.get(VARIABLE, "")

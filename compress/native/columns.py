@@ -1,8 +1,8 @@
 """Loops over columns: rounding to integers in a sweep or a descent, and errors of groups.
 
-Plain torch takes several operations for each column; here some columns take one call, of C++ on the CPU and of a Triton
-program on a GPU. Rows do not depend on each other, and threads divide them. Sums are those of plain torch but for the
-last bits.
+Plain torch takes several operations for each column; here one call processes several columns, in C++ on the CPU and in
+a Triton program on a GPU. Rows do not depend on each other, and threads divide them. Sums equal those of plain torch
+except for the last bits.
 """
 
 from __future__ import annotations

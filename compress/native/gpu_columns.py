@@ -20,41 +20,50 @@ DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What one program of `round_columns` holds, and its resources.
+class ColumnTile:
+    """Sizes of one program of `round_columns`, and its resources.
 
-    rows: of the transposed weight, a thread each if there are 32 per warp. leaf: columns that are rounded in registers,
-    one after the other. before: earlier columns whose moves are subtracted from a leaf in one product.
+    Attributes:
+        rows: rows of the weight, one per thread with 32 per warp.
+        warps: warps of a program.
+        leaf: columns that are rounded in registers, one after the other.
+        span: earlier columns whose moves are subtracted from a leaf in one product.
     """
 
     rows: int
     warps: int
     leaf: int
-    before: int
+    span: int
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What one program of `sum_groups` holds: weights, and of each group at most so many at once; and its warps."""
+class GroupTile:
+    """Sizes of one program of `sum_groups`.
+
+    Attributes:
+        weights: weights of a program.
+        columns: largest number of columns of a group that are loaded at once.
+        warps: warps of a program.
+    """
 
     weights: int
     columns: int
     warps: int
 
 
-TILE = Tile(rows=32, warps=1, leaf=16, before=32)
-SUMS = Sums(weights=2048, columns=256, warps=4)
-"""Chosen without a GPU: ptxas spills nothing (`tests/kernels/compile_columns.py`), with before=64 something."""
+TILE = ColumnTile(rows=32, warps=1, leaf=16, span=32)
+SUMS = GroupTile(weights=2048, columns=256, warps=4)
+"""Chosen without a GPU: ptxas spills nothing (`tests/kernels/compile_columns.py`), but does with span=64."""
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the programs take tensors on this tensor's device."""
+    """Whether the programs support tensors on this tensor's device."""
     return tensor.device.type == DEVICE and installed() and capability(tensor.device) >= OLDEST
 
 
 @cache
 def programs() -> Any:
-    """The module of the programs; triton is imported when the first of them is called."""
+    """Return the module of the programs; triton is imported when the first of them is called."""
     return importlib.import_module(PROGRAMS)
 
 
@@ -70,28 +79,31 @@ def round_columns(
     codes: Tensor,
     values: Tensor,
     moves: Tensor,
-    wanted: Tensor | None,
+    targets: Tensor | None,
 ) -> None:
     """Round the columns of `state`, [columns, rows], into the last four tensors; arguments as in `columns`.
 
-    All are contiguous, but rows of the matrix may be apart. keep: bool. limits: the lowest and the highest code.
+    All tensors are contiguous, except that rows of the matrix may have a stride. keep is bool.
+
+    Args:
+        limits: the lowest and the highest code.
     """
     columns, rows = state.shape
     if not state.numel():
         return
     tile = TILE
-    mask = None if keep is None else keep.view(torch.uint8)
-    given = (state if tensor is None else tensor for tensor in (zero, mask, old, pivots))
+    keep_bytes = None if keep is None else keep.view(torch.uint8)
+    optional_tensors = (state if tensor is None else tensor for tensor in (zero, keep_bytes, old, pivots))
     with torch.cuda.device_of(state):  # where there are several GPUs
         programs().round_columns[(math.ceil(rows / tile.rows),)](
             state,
             matrix,
             scale,
-            *given,
+            *optional_tensors,
             codes,
             values,
             moves,
-            state if wanted is None else wanted,
+            state if targets is None else targets,
             rows,
             columns,
             rows if scale.dim() == 2 else 0,
@@ -99,11 +111,11 @@ def round_columns(
             float(limits[0]),
             float(limits[1]),
             zeros=zero is not None,
-            kept=keep is not None,
+            masked=keep is not None,
             descent=old is not None,
-            asked=wanted is not None,
+            with_targets=targets is not None,
             leaf=tile.leaf,
-            before=tile.before,
+            span=tile.span,
             block=tile.rows,
             num_warps=tile.warps,
             num_stages=1,
@@ -112,9 +124,9 @@ def round_columns(
 
 
 def sum_groups(
-    weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor | None, limits: tuple[int, int], found: list[Tensor]
+    weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor | None, limits: tuple[int, int], sums: list[Tensor]
 ) -> None:
-    """Sums over groups of weight [rows, groups, size], into one or three tensors [rows, groups]; as in `columns`."""
+    """Sum over groups of weight [rows, groups, size], into one or three tensors [rows, groups]; as in `columns`."""
     count, groups, size = scale.numel(), importance.shape[0], weight.shape[2]
     if not count:
         return
@@ -126,16 +138,16 @@ def sum_groups(
             importance,
             scale,
             scale if zero is None else zero,
-            found[0],
-            found[-1 if len(found) == 1 else 1],
-            found[-1],
+            sums[0],
+            sums[-1 if len(sums) == 1 else 1],
+            sums[-1],
             count,
             groups,
             size,
             float(limits[0]),
             float(limits[1]),
             zeros=zero is not None,
-            summed=len(found) > 1,
+            with_sums=len(sums) > 1,
             tile=tile,
             block=columns,
             num_warps=SUMS.warps,

@@ -1,9 +1,9 @@
 # type: ignore - the language of Triton, in which tensors and constants have no types of Python
-"""The programs for columns that run on the GPU, in Triton. `gpu_columns` chooses their tiles and calls them.
+"""Triton programs for columns on the GPU. `gpu_columns` chooses their tiles and calls them.
 
 Rows of a weight do not depend on each other: a program takes some rows through all columns of a call. Tensors are
-transposed, [columns, rows], so that neighbouring threads have neighbouring rows. They are compiled without contracting
-products and sums; `fma` stands where it is meant.
+transposed, [columns, rows], so that neighbouring threads have neighbouring rows. The programs are compiled without
+contraction of products and sums; fused multiply-adds are written as `fma`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-def code_of(wanted, scale, zero, lowest, highest, zeros: tl.constexpr):
-    """clamp(round(wanted / scale + zero)) to the nearest, ties to even; a NaN stays one."""
-    ratio = tl.div_rn(wanted, scale)
+def code_of(target, scale, zero, lowest, highest, zeros: tl.constexpr):
+    """Return clamp(round(target / scale + zero)) with ties to even; NaN stays NaN."""
+    ratio = tl.div_rn(target, scale)
     if zeros:
         ratio += zero
     code = tl.minimum(tl.maximum(ratio, lowest), highest)
@@ -24,15 +24,15 @@ def code_of(wanted, scale, zero, lowest, highest, zeros: tl.constexpr):
 
 
 @triton.jit
-def column(tile, places, at: tl.constexpr):
-    """Column number `at` of a tile [columns, rows]."""
-    return tl.sum(tl.where((places == at)[:, None], tile, 0.0), axis=0)
+def column(tile, indexes, index: tl.constexpr):
+    """Return the column of a tile [columns, rows] with this index."""
+    return tl.sum(tl.where((indexes == index)[:, None], tile, 0.0), axis=0)
 
 
 @triton.jit
-def with_column(tile, places, at: tl.constexpr, values):
-    """A tile [columns, rows] with another column number `at`."""
-    return tl.where((places == at)[:, None], values[None, :], tile)
+def with_column(tile, indexes, index: tl.constexpr, values):
+    """Replace the column of a tile [columns, rows] with this index."""
+    return tl.where((indexes == index)[:, None], values[None, :], tile)
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])  # a thread then has one row, and all columns of a leaf
@@ -47,7 +47,7 @@ def round_columns(
     codes,
     values,
     moves,
-    wanted,
+    targets,
     rows,
     columns,
     scale_stride,
@@ -55,62 +55,65 @@ def round_columns(
     lowest,
     highest,
     zeros: tl.constexpr,
-    kept: tl.constexpr,
+    masked: tl.constexpr,
     descent: tl.constexpr,
-    asked: tl.constexpr,
+    with_targets: tl.constexpr,
     leaf: tl.constexpr,
-    before: tl.constexpr,
+    span: tl.constexpr,
     block: tl.constexpr,
 ):
     """Round the columns of some rows one after the other, a leaf of them in registers.
 
-    sweep: round the state, and subtract its change from later columns. descent: round old + state / pivots, and
+    Without `descent`: round the state, and subtract its change from later columns. With it: round old + state / pivots,
+    and
     subtract the step from old. The moves of earlier leaves are read back from memory, after a barrier.
     """
     r = tl.program_id(0) * block + tl.arange(0, block)
     k = tl.arange(0, leaf)
     inside = (r < rows)[None, :]
     for start in range(0, columns, leaf):
-        place = start + k
-        there = (place < columns)[:, None] & inside
-        at = place[:, None] * rows + r[None, :]
-        grid = place[:, None] * scale_stride + r[None, :]
-        now = tl.load(state + at, mask=there, other=0.0)
-        for first in range(0, start, before):
-            b = first + tl.arange(0, before)
+        column_index = start + k
+        is_inside = (column_index < columns)[:, None] & inside
+        positions = column_index[:, None] * rows + r[None, :]
+        grid = column_index[:, None] * scale_stride + r[None, :]
+        current = tl.load(state + positions, mask=is_inside, other=0.0)
+        for span_start in range(0, start, span):
+            earlier = span_start + tl.arange(0, span)
             rates = tl.load(
-                matrix + b[None, :] * matrix_stride + place[:, None],
-                mask=(b < start)[None, :] & (place < columns)[:, None],
+                matrix + earlier[None, :] * matrix_stride + column_index[:, None],
+                mask=(earlier < start)[None, :] & (column_index < columns)[:, None],
                 other=0.0,
             )
-            steps = tl.load(moves + b[:, None] * rows + r[None, :], mask=(b < start)[:, None] & inside, other=0.0)
-            now -= tl.dot(rates, steps, input_precision="ieee")
-        size = tl.load(scale + grid, mask=there, other=1.0)
-        shift = tl.load(zero + grid, mask=there, other=0.0) if zeros else tl.zeros([leaf, block], tl.float32)
-        keeps = tl.load(keep + at, mask=there, other=0).to(tl.float32) if kept else shift
-        last = tl.load(old + at, mask=there, other=0.0) if descent else shift
-        rounded, changes, goals = tl.zeros_like(now), tl.zeros_like(now), tl.zeros_like(now)
+            steps = tl.load(
+                moves + earlier[:, None] * rows + r[None, :], mask=(earlier < start)[:, None] & inside, other=0.0
+            )
+            current -= tl.dot(rates, steps, input_precision="ieee")
+        size = tl.load(scale + grid, mask=is_inside, other=1.0)
+        shift = tl.load(zero + grid, mask=is_inside, other=0.0) if zeros else tl.zeros([leaf, block], tl.float32)
+        mask = tl.load(keep + positions, mask=is_inside, other=0).to(tl.float32) if masked else shift
+        old_values = tl.load(old + positions, mask=is_inside, other=0.0) if descent else shift
+        rounded, changes, target_columns = tl.zeros_like(current), tl.zeros_like(current), tl.zeros_like(current)
         for i in tl.static_range(leaf):
             row = tl.minimum(start + i, columns - 1)  # columns after the last are computed, and not stored
-            each, low, known = column(size, k, i), column(shift, k, i), column(now, k, i)
-            goal = known
+            step, shift_column, current_column = column(size, k, i), column(shift, k, i), column(current, k, i)
+            target = current_column
             if descent:
-                goal = column(last, k, i) + tl.div_rn(known, tl.load(pivots + row))
-            if kept:
-                goal *= column(keeps, k, i)
-            code = code_of(goal, each, low, lowest, highest, zeros)
-            value = (code - low) * each if zeros else code * each
-            change = value - column(last, k, i) if descent else known - value
+                target = column(old_values, k, i) + tl.div_rn(current_column, tl.load(pivots + row))
+            if masked:
+                target *= column(mask, k, i)
+            code = code_of(target, step, shift_column, lowest, highest, zeros)
+            value = (code - shift_column) * step if zeros else code * step
+            change = value - column(old_values, k, i) if descent else current_column - value
             rounded, changes = with_column(rounded, k, i, code), with_column(changes, k, i, change)
-            if asked:
-                goals = with_column(goals, k, i, goal)
-            rate = tl.load(matrix + row * matrix_stride + place, mask=place < columns, other=0.0)
-            now = tl.fma(-rate[:, None], change[None, :], now)  # earlier columns of `now` are not read again
-        tl.store(codes + at, rounded, mask=there)
-        tl.store(values + at, (rounded - shift) * size if zeros else rounded * size, mask=there)
-        tl.store(moves + at, changes, mask=there)
-        if asked:
-            tl.store(wanted + at, goals, mask=there)
+            if with_targets:
+                target_columns = with_column(target_columns, k, i, target)
+            rate = tl.load(matrix + row * matrix_stride + column_index, mask=column_index < columns, other=0.0)
+            current = tl.fma(-rate[:, None], change[None, :], current)  # earlier columns of `now` are not read again
+        tl.store(codes + positions, rounded, mask=is_inside)
+        tl.store(values + positions, (rounded - shift) * size if zeros else rounded * size, mask=is_inside)
+        tl.store(moves + positions, changes, mask=is_inside)
+        if with_targets:
+            tl.store(targets + positions, target_columns, mask=is_inside)
         tl.debug_barrier()  # other threads of this program read these moves
 
 
@@ -129,31 +132,31 @@ def sum_groups(
     lowest,
     highest,
     zeros: tl.constexpr,
-    summed: tl.constexpr,
+    with_sums: tl.constexpr,
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
-    """For some groups of weights [rows, groups, size] the sum of h (value - w)^2; `summed`: of h L^2 and h L w, too."""
-    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = at < count
-    each = tl.load(scale + at, mask=inside, other=1.0)[:, None]
-    low = tl.load(zero + at, mask=inside, other=0.0)[:, None] if zeros else 0.0
-    group = (at % groups) * size
+    """Sum h (value - w)^2 over groups of weights [rows, groups, size]; `with_sums`: also h L^2 and h L w."""
+    group_index = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = group_index < count
+    step = tl.load(scale + group_index, mask=inside, other=1.0)[:, None]
+    low = tl.load(zero + group_index, mask=inside, other=0.0)[:, None] if zeros else 0.0
+    group = (group_index % groups) * size
     total = tl.zeros([tile, block], tl.float32)
     square, product = tl.zeros_like(total), tl.zeros_like(total)
     for start in range(0, size, block):
         k = start + tl.arange(0, block)
-        there = inside[:, None] & (k < size)[None, :]
-        w = tl.load(weights + (at * size)[:, None] + k[None, :], mask=there, other=0.0)
-        h = tl.load(importance + group[:, None] + k[None, :], mask=there, other=0.0)
-        code = code_of(w, each, low, lowest, highest, zeros)
-        level = tl.where(there, code - low if zeros else code, 0.0)  # 0 / 0 where a scale is 0
-        off = level * each - w
-        total = tl.fma(h * off, off, total)
-        if summed:
+        is_inside = inside[:, None] & (k < size)[None, :]
+        w = tl.load(weights + (group_index * size)[:, None] + k[None, :], mask=is_inside, other=0.0)
+        h = tl.load(importance + group[:, None] + k[None, :], mask=is_inside, other=0.0)
+        code = code_of(w, step, low, lowest, highest, zeros)
+        level = tl.where(is_inside, code - low if zeros else code, 0.0)  # 0 / 0 where a scale is 0
+        difference = level * step - w
+        total = tl.fma(h * difference, difference, total)
+        if with_sums:
             weighted = h * level
             square, product = tl.fma(weighted, level, square), tl.fma(weighted, w, product)
-    tl.store(error + at, tl.sum(total, axis=1), mask=inside)
-    if summed:
-        tl.store(squares + at, tl.sum(square, axis=1), mask=inside)
-        tl.store(products + at, tl.sum(product, axis=1), mask=inside)
+    tl.store(error + group_index, tl.sum(total, axis=1), mask=inside)
+    if with_sums:
+        tl.store(squares + group_index, tl.sum(square, axis=1), mask=inside)
+        tl.store(products + group_index, tl.sum(product, axis=1), mask=inside)

@@ -18,7 +18,7 @@ def installed() -> bool:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; (0, 0) for GPUs of other makers; that of an H100 for the interpreter."""
+    """Return the compute capability; (0, 0) for GPUs of other vendors; that of an H100 for the interpreter."""
     if device.type == "cpu":
         return 9, 0
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)

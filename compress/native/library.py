@@ -1,4 +1,4 @@
-"""The shared library of C++ code: where it is, its C interface, and the choice of the instruction set."""
+"""The shared library of C++ code: its path, its C interface, and the choice of the instruction set."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from compress.errors import RecipeError
 from compress.native.choice import VARIABLE, chosen
 
 NATIVE = f"{__package__}._native"
-LANES = 16  # of a vector: rows or states that are computed side by side
-OUT_OF_MEMORY = -2  # what a function returns
+LANES = 16  # elements of a vector: rows or states that are computed together
+OUT_OF_MEMORY = -2  # return value of a function
 
 
 class Weight(ctypes.Structure):
@@ -153,55 +153,59 @@ PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3 + [c_float, c_int32]
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library with its instruction set chosen, or None if it was not built or COMPRESS_KERNELS is "none".
+    """Load the library and choose its instruction set.
 
-    Raises RecipeError if COMPRESS_KERNELS names an instruction set that this machine or this build does not have.
+    Returns:
+        The library; None if it was not built or COMPRESS_KERNELS is "none".
+
+    Raises:
+        RecipeError: if COMPRESS_KERNELS names an instruction set that this machine or this build does not have.
     """
-    wanted = chosen()
+    choice = chosen()
     path = built()
-    if path is None or wanted == "none":
+    if path is None or choice == "none":
         return None
-    found = ctypes.CDLL(path)
-    found.compress_product.argtypes = PRODUCT
-    found.compress_products.argtypes = [c_int64, *PRODUCT]
-    found.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
-    found.compress_round_columns.argtypes = found.compress_sum_groups.argtypes = [c_void_p]
-    found.compress_search_walks.argtypes = [c_void_p]
-    found.compress_attend.argtypes = [ctypes.POINTER(Attention)]
-    found.compress_decode_walks.argtypes = [c_void_p] * 3 + [c_int64] * 5 + [c_int32]
-    found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
-    found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
-    found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]
-    found.compress_run.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32]
-    found.compress_run.restype = c_int64
-    found.compress_instruction_sets.restype = c_char_p
-    found.compress_use.argtypes = [c_char_p]
-    if wanted and found.compress_use(wanted.encode()) != 0:
-        known = found.compress_instruction_sets().decode().replace(",", ", ")
-        raise RecipeError(f"{VARIABLE}={wanted} is not available here; use one of {known}, or none")
-    return found
+    native = ctypes.CDLL(path)
+    native.compress_product.argtypes = PRODUCT
+    native.compress_products.argtypes = [c_int64, *PRODUCT]
+    native.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
+    native.compress_round_columns.argtypes = native.compress_sum_groups.argtypes = [c_void_p]
+    native.compress_search_walks.argtypes = [c_void_p]
+    native.compress_attend.argtypes = [ctypes.POINTER(Attention)]
+    native.compress_decode_walks.argtypes = [c_void_p] * 3 + [c_int64] * 5 + [c_int32]
+    native.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+    native.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
+    native.compress_advise.argtypes = native.compress_release.argtypes = [c_void_p, c_int64]
+    native.compress_run.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32]
+    native.compress_run.restype = c_int64
+    native.compress_instruction_sets.restype = c_char_p
+    native.compress_use.argtypes = [c_char_p]
+    if choice and native.compress_use(choice.encode()) != 0:
+        available_sets = native.compress_instruction_sets().decode().replace(",", ", ")
+        raise RecipeError(f"{VARIABLE}={choice} is not available here; use one of {available_sets}, or none")
+    return native
 
 
 @torch.compiler.assume_constant_result
 def available() -> bool:
-    """Whether there is a library to call; a constant for torch.compile, which cannot look into ctypes."""
+    """Whether there is a library to call; a constant for torch.compile, which cannot trace ctypes."""
     return library() is not None
 
 
 def built() -> str | None:
-    """The path of the shared library, or None if it was not built."""
+    """Return the path of the shared library, or None if it was not built."""
     spec = importlib.util.find_spec(NATIVE)
     return None if spec is None else spec.origin
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of a tensor's data, for ctypes."""
+    """Return the address of a tensor's data, for ctypes."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def instruction_set() -> str:
-    """The instruction set in use; "none" without kernels."""
-    found = library()
-    if found is None:
+    """Return the instruction set in use; "none" without kernels."""
+    native = library()
+    if native is None:
         return "none"
-    return chosen() or found.compress_instruction_sets().decode().split(",")[0]
+    return chosen() or native.compress_instruction_sets().decode().split(",")[0]

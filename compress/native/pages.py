@@ -1,8 +1,8 @@
 """Memory in large pages for the weights of all layers, one after the other.
 
-A weight of some hundred kilobytes is too small for a large page of its own, and one of some megabytes would begin and
-end on small pages. From these a processor reads a tenth slower: it looks up every page, and reads ahead only inside of
-one. The memory is fresh from the system: what the allocator used before may stand in small pages.
+A weight of some hundred kilobytes is too small for a large page, and one of some megabytes would begin and end on small
+pages. A processor reads small pages a tenth slower: it looks up every page, and prefetches only within a page. The
+memory is new from the system, since memory of the allocator may be in small pages.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CHUNK, PAGE, LINE = 32 << 20, 2 << 20, 64  # bytes
 
 
 class Pages:
-    """Hands out tensors that stand in chunks of large pages, or in pages of their own if they are larger than a chunk.
+    """Allocates tensors in chunks of large pages, or in separate pages if they are larger than a chunk.
 
-    A chunk is freed with the last of its tensors. Memory behind the last one is not taken until it is written.
+    A chunk is freed with the last of its tensors. Unused memory of a chunk is not resident until it is written.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,11 @@ class Pages:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without values. Raises MemoryError."""
+        """Allocate an uninitialized tensor.
+
+        Raises:
+            MemoryError: if the memory cannot be mapped.
+        """
         size = prod(shape) * dtype.itemsize
         if size > CHUNK:
             return _large(size).view(dtype).view(shape)
@@ -42,7 +46,11 @@ class Pages:
 
 
 def _large(size: int) -> Tensor:
-    """Bytes from the begin of a large page on. Raises MemoryError."""
+    """Map bytes from the start of a large page on.
+
+    Raises:
+        MemoryError: if the memory cannot be mapped.
+    """
     native = library()
     assert native is not None
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -51,9 +59,9 @@ def _large(size: int) -> Tensor:
     except OSError as error:
         raise MemoryError(f"can't allocate memory: {size + PAGE} bytes for packed weights") from error
     native.compress_advise(raw.data_ptr(), raw.nbytes)
-    first = -raw.data_ptr() % PAGE
-    return raw[first : first + size]
+    offset = -raw.data_ptr() % PAGE
+    return raw[offset : offset + size]
 
 
 PAGES = Pages()
-"""Those of this process."""
+"""The pages of this process."""

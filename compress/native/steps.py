@@ -1,4 +1,4 @@
-"""A step of a model as a list of instructions that the C++ library runs: their C structures, and a runner."""
+"""A traced step of a model as a list of instructions for the C++ library: their C structures, and a runner."""
 
 from __future__ import annotations
 
@@ -132,7 +132,14 @@ class Instruction(ctypes.Structure):
 
 
 class Steps:
-    """Instructions with the memory that they use."""
+    """Instructions with the memory that they use.
+
+    Args:
+        instructions: the instructions, in order.
+        slots: the tensor of each slot.
+        calls: functions of instructions that Python computes, by index.
+        keep: objects that own the memory of addresses in the instructions.
+    """
 
     def __init__(
         self,
@@ -148,16 +155,21 @@ class Steps:
 
     @property
     def count(self) -> int:
-        """The number of instructions."""
+        """Number of instructions."""
         return len(self._code)
 
     def bind(self, slot: int, tensor: Tensor) -> None:
-        """Let a slot be another tensor of the same layout."""
+        """Replace the tensor of a slot by another one of the same layout."""
         self.slots[slot] = tensor
         self._bases[slot] = tensor.data_ptr()
 
     def run(self, threads: int) -> None:
-        """Compute all instructions. Raises IndexError for a place that a tensor does not have, and MemoryError."""
+        """Compute all instructions.
+
+        Raises:
+            IndexError: if an index is outside of a tensor.
+            MemoryError: if the buffers do not fit into memory.
+        """
         native, at, count = library(), 0, len(self._code)
         assert native is not None
         while True:

@@ -34,8 +34,8 @@ from compress.pipeline.plan import plan_on
 from compress.pipeline.resolve import resolve, schemes_of
 from compress.recipe.schema import Recipe
 from compress.roofline.devices import HERE, Device, read_device
-from compress.roofline.estimate import Pass, Stored, estimate
-from compress.roofline.here import here, with_calls
+from compress.roofline.estimate import PassCost, StoredWeight, estimate
+from compress.roofline.host import measured_host, with_calls
 from compress.roofline.trace import check_length, trace
 
 BLOCKS = 4  # blocks of the larger of the two models that measure this machine
@@ -54,8 +54,8 @@ class Side:
 
     weight_bytes: int
     cache_bytes: int
-    prefill: Pass
-    decode: Pass | None
+    prefill: PassCost
+    decode: PassCost | None
     call_seconds: float
 
     @property
@@ -97,7 +97,7 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         steps, form = resolve(subject.passes, opened, subject.save.target())
         planned = plan_on(subject, steps, form)
         schemes = {p.name: p.scheme for p in planned.layers if not p.scheme.plain}
-        stored = {p.name: Stored.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
+        stored = {p.name: StoredWeight.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
     else:
         opened = form = open_input(str(subject), codes=True)
         schemes, stored = _stored(opened)
@@ -105,7 +105,7 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         raise ModelError(f"model: {described(opened.model)}; the roofline is that of a decoder alone")
     check_length(text_config(opened.config), context)
     states = [State(opened, {}, {})] + [State(form, schemes, stored)] * bool(stored or form is not opened)
-    sides, measured = [], cache(here)  # of each dtype once
+    sides, measured = [], cache(measured_host)  # of each dtype once
     for state in states:
         dtype = opened.storage if device is not None else state.dtype
         where = device or calibrated(state, measured(dtype), batch, context)
@@ -119,7 +119,7 @@ class State:
 
     opened: OpenModel
     schemes: Mapping[str, LayerScheme]
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredWeight]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,7 +140,7 @@ class State:
 def calibrated(state: State, machine: Device, batch: int, context: int) -> Device:
     """This machine, with the time of a call measured on some blocks of the model, which get weights of no meaning.
 
-    machine: as `here` measures it.
+    machine: as `measured_host` measures it.
     """
     opened, dtype = state.opened, state.dtype
     count = len(opened.blocks)
@@ -187,13 +187,13 @@ def _put_zeros(model: PreTrainedModel, name: str, scheme: LayerScheme, storage: 
         renew_linear(model, name).read(parts, transforms)
 
 
-def _stored(opened: OpenModel) -> tuple[dict[str, LayerScheme], dict[str, Stored]]:
+def _stored(opened: OpenModel) -> tuple[dict[str, LayerScheme], dict[str, StoredWeight]]:
     """The packed weights of an open checkpoint."""
     weights = opened.weights
     if not isinstance(weights, Packed) or weights.format is None:
         return {}, {}
     schemes = {name: scheme for name, scheme in schemes_of(opened).items() if not scheme.plain}
-    return schemes, {n: Stored.of(s, weights.format.size_bytes(s, opened.storage)) for n, s in schemes.items()}
+    return schemes, {n: StoredWeight.of(s, weights.format.size_bytes(s, opened.storage)) for n, s in schemes.items()}
 
 
 def _side(state: State, dtype: torch.dtype, device: Device, batch: int, context: int) -> Side:

@@ -1,4 +1,4 @@
-"""Devices: how many operations and bytes per second they do at most."""
+"""Devices: upper limits of operations and bytes per second."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ HERE = "here"
 
 @dataclass(frozen=True)
 class Device:
-    """The limits of a device.
+    """Limits of a device.
 
-    rates: operations per second by kind of numbers, 'float16', 'float8' or 'int8'. bandwidth: bytes per second.
-    memory: bytes. call_seconds: time that every call of the framework takes besides its operations and bytes.
+    Attributes:
+        name: its name.
+        rates: operations per second by kind of numbers: 'float16', 'float8' or 'int8'.
+        bandwidth: bytes per second.
+        memory: bytes.
+        call_seconds: time of every call of the framework, in addition to its operations and bytes.
     """
 
     name: str
@@ -33,22 +37,26 @@ class Device:
     call_seconds: float = 0.0
 
     def rate(self, kind: str) -> float:
-        """Operations per second of a kind of numbers; those of 16-bit floats where the device has no faster ones."""
+        """Return operations per second of a kind of numbers, or those of 16-bit floats if it has no rate."""
         return self.rates.get(kind, self.rates["float16"])
 
     def seconds(self, operations: float, size: float, kind: str) -> float:
-        """The least time of a product: it waits for its operations or for its bytes, whichever takes longer."""
+        """Return the least time of a product: that of its operations or of its bytes, whichever is longer."""
         return max(operations / self.rate(kind), size / self.bandwidth)
 
 
 @cache
 def devices() -> dict[str, Device]:
-    """The known devices by name."""
+    """Return the known devices by name."""
     return {name: _device(name, values) for name, values in yaml.safe_load(TABLE.read_text("utf-8")).items()}
 
 
 def read_device(text: str) -> Device:
-    """A device by name, in any case, or from '{tflops: 100, gbps: 500, memory_gb: 24}'. Raises RecipeError."""
+    """Return a device by name, in any case, or from '{tflops: 100, gbps: 500, memory_gb: 24}'.
+
+    Raises:
+        RecipeError: if the text is neither.
+    """
     for name, device in devices().items():
         if name.lower() == text.lower():
             return device

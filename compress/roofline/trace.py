@@ -1,8 +1,8 @@
 """Count the operations and bytes of a model by running it on tensors without data (device meta).
 
-Every product is seen where the framework is called, so that no architecture has to be known: linears, attention, and
-products of two tensors. What stands between the products (norms, activations, sums) is left out: programs that serve
-models compute it together with them.
+Products are observed in the calls of the framework, independent of the architecture: linears, attention, and products
+of two tensors. Operations between the products (norms, activations, sums) are not counted: programs that serve models
+fuse them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from compress.models.kinds.objective import without_cache
 class Product:
     """One product of a forward pass.
 
-    module: the name of the module that computes it. kind: 'linear', 'attention' or 'product'. rows, width: shape of the
-    weight of a linear, else 0. operations: a multiplication and an addition are two. moved: elements of the inputs and
-    the output that are read and written, without the weight.
+    Attributes:
+        module: name of the module that computes it.
+        kind: 'linear', 'attention' or 'product'.
+        rows: rows of the weight of a linear, otherwise 0.
+        width: columns of the weight of a linear, otherwise 0.
+        operations: a multiplication and an addition count as two.
+        moved: elements of the inputs and the output that are read and written, without the weight.
     """
 
     module: str
@@ -43,7 +47,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Trace:
-    """The products of a forward pass. calls: of functions of the framework. cached: elements of the cache after it."""
+    """The products of a forward pass.
+
+    Attributes:
+        products: the products, in order.
+        calls: number of calls of functions of the framework.
+        cached: elements of the cache after the pass.
+    """
 
     products: tuple[Product, ...]
     calls: int
@@ -66,16 +76,16 @@ class _Recorder(TorchFunctionMode):
         if isinstance(output, Tensor):
             self.calls += 1
             module = self.stack[-1]
-            found = product_of(getattr(func, "__name__", ""), args, output, module in self.linears)
-            if found is not None:
-                self.products.append(Product(module, *found))
+            fields = product_of(getattr(func, "__name__", ""), args, output, module in self.linears)
+            if fields is not None:
+                self.products.append(Product(module, *fields))
         return output
 
 
 def product_of(
     name: str, args: tuple[Any, ...], output: Tensor, inside_linear: bool = False
 ) -> tuple[str, int, int, int, int] | None:
-    """(kind, rows, width, operations, moved) of a call of a function of torch, or None if it is no product."""
+    """Return (kind, rows, width, operations, moved) of a call of a function of torch; None for other calls."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if name == "scaled_dot_product_attention":
         query, key, value = tensors[:3]
@@ -106,10 +116,10 @@ def _named(model: nn.Module, stack: list[str]) -> Iterator[None]:
 
     with ExitStack() as handles:
         for name, module in model.named_modules():
-            before = module.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
-            after = module.register_forward_hook(leave)
-            handles.callback(before.remove)
-            handles.callback(after.remove)
+            enter_hook = module.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
+            exit_hook = module.register_forward_hook(leave)
+            handles.callback(enter_hook.remove)
+            handles.callback(exit_hook.remove)
         yield
 
 
@@ -135,9 +145,18 @@ def _spread(experts: Experts, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def trace(model: PreTrainedModel, batch: int, context: int) -> tuple[Trace, Trace | None]:
-    """The products of reading a prompt of `context` tokens, and of decoding one token after it; batch: sequences.
+    """Trace the prefill of a prompt of `context` tokens, and the decode step after it.
 
-    model: on device meta. The second is None for a model that keeps no cache of keys and values. Raises ModelError.
+    Args:
+        model: on device meta.
+        batch: sequences.
+        context: tokens of a prompt.
+
+    Returns:
+        (prefill, decode); decode is None for a model without a cache of keys and values.
+
+    Raises:
+        ModelError: if the model does not run without data.
     """
     use = {"use_cache": True} if without_cache(model) else {}
     ids = torch.zeros(batch, context, dtype=torch.long, device="meta")
@@ -163,13 +182,19 @@ def _run(model: PreTrainedModel, **inputs: Any) -> tuple[Trace, Any]:
 
 
 def _cached(cache: Any) -> int:
-    """The number of elements of a cache."""
+    """Return the number of elements of a cache."""
     layers = getattr(cache, "layers", None) or []
     return sum(tensor.numel() for layer in layers for tensor in vars(layer).values() if isinstance(tensor, Tensor))
 
 
 def check_length(config: Any, context: int) -> None:
-    """Raise ModelError for a context longer than the model's."""
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and context > most:
-        raise ModelError(f"--context {context} exceeds the model's {most} positions; use at most {most}")
+    """Check that the context fits the model.
+
+    Raises:
+        ModelError: if it does not.
+    """
+    max_positions = getattr(config, "max_position_embeddings", None)
+    if max_positions is not None and context > max_positions:
+        raise ModelError(
+            f"--context {context} exceeds the model's {max_positions} positions; use at most {max_positions}"
+        )

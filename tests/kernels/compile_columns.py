@@ -14,7 +14,7 @@ from compile_programs import Compiler
 from triton.backends.compiler import GPUTarget
 
 from compress.native import gpu_columns
-from compress.native.gpu_columns import Tile
+from compress.native.gpu_columns import ColumnTile
 
 PROGRAMS = gpu_columns.programs()
 LIMITS = (-8, 7)
@@ -26,7 +26,7 @@ def numbers(*shape, dtype=torch.float32):
 
 def rounding(columns, zeros, masked, descent, tile=None, rows=4096):
     """Launch `round_columns` as GPTQ does."""
-    gpu_columns.TILE = gpu_columns.TILE if tile is None else Tile(*tile)
+    gpu_columns.TILE = gpu_columns.TILE if tile is None else ColumnTile(*tile)
     state, zero = numbers(columns, rows), numbers(columns, rows) if zeros else None
     keep = numbers(columns, rows, dtype=torch.bool) if masked else None
     old, pivots = (numbers(columns, rows), numbers(columns)) if descent else (None, None)

@@ -71,7 +71,7 @@ def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, ma
 
 @pytest.mark.parametrize("tile", [(16, 1, 16, 16), (64, 2, 32, 16), (32, 1, 16, 128)])
 def test_other_tiles_and_all_columns_of_a_call(tile, monkeypatch):
-    monkeypatch.setattr(gpu_columns, "TILE", gpu_columns.Tile(*tile))
+    monkeypatch.setattr(gpu_columns, "TILE", gpu_columns.ColumnTile(*tile))
     state, matrix, grid, keep = problem(70, native.MAX_COLUMNS, False, True, True, 1, device=DEVICE)
     same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
 

@@ -15,8 +15,8 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.models.experts import open_experts
 from compress.pipeline.rooflines import roofline
 from compress.roofline.devices import devices, read_device
-from compress.roofline.estimate import Stored, estimate
-from compress.roofline.here import here
+from compress.roofline.estimate import StoredWeight, estimate
+from compress.roofline.host import measured_host
 from compress.roofline.trace import trace
 
 LENGTH = 32
@@ -70,7 +70,7 @@ def test_a_product_takes_the_longer_of_its_operations_and_its_bytes(batch):
     _, decode = trace(model, batch, 8)
     name = "model.layers.0.mlp.up_proj"
     rows, width = 11008, 4096
-    stored = {name: Stored(rows * width // 2, "int8")}
+    stored = {name: StoredWeight(rows * width // 2, "int8")}
     cost = cost_of(estimate(decode, stored, 2, device), "mlp.up_proj")
     assert cost.size_bytes == rows * width // 2 + 2 * batch * (rows + width)
     assert cost.seconds == max(cost.operations / 4e12, cost.size_bytes / 10e9)
@@ -81,7 +81,7 @@ def test_a_product_takes_the_longer_of_its_operations_and_its_bytes(batch):
 @pytest.mark.parametrize("grid", ["int8", "int4", "fp8_e4m3", None])
 def test_only_rounded_inputs_use_the_fast_numbers(grid):
     numbers = {"int8": "int8", "int4": "int8", "fp8_e4m3": "float8", None: "float16"}
-    assert Stored(1, grid).numbers == numbers[grid]
+    assert StoredWeight(1, grid).numbers == numbers[grid]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_dense_model_has_one_side_and_removed_blocks_cost_nothing(pico, recipe
 
 
 def test_this_machine_is_measured(pico):
-    device = here(torch.float32)
+    device = measured_host(torch.float32)
     assert device.bandwidth > 1e8 and device.rate("float16") > 1e8 and 0 < device.call_seconds < 1e-3
     found = roofline(pico, "here", context=LENGTH)
     assert found.before.decode.seconds > sum(cost.seconds for cost in found.before.decode.costs)
@@ -154,7 +154,7 @@ def test_this_machine_is_measured_with_packed_blocks(asked, kind, recipe, monkey
         timed.append({type(layer) for model in models for layer in linears(model).values()})
         return [0.0, 0.0]
 
-    monkeypatch.setattr("compress.roofline.here.decode_seconds", decoded)
+    monkeypatch.setattr("compress.roofline.host.decode_seconds", decoded)
     found = roofline(recipe(asked, save={"format": "native"}), "here", context=LENGTH)
     assert timed[0] == {torch.nn.Linear} and kind in timed[1]
     assert found.after.call_seconds > 0 and found.device.call_seconds == found.before.call_seconds
@@ -207,7 +207,7 @@ def test_what_the_command_prints(pico, tmp_path, monkeypatch):
 
 def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeypatch):
     """Two models that differ by two blocks; each block of the larger one takes 5 ms more than its products."""
-    from compress.roofline import here as measured
+    from compress.roofline import host as measured
 
     models = [tiny("llama", num_hidden_layers=count) for count in (1, 3)]
     traces = [trace(on_meta(model), 1, 8)[1] for model in models]
@@ -235,6 +235,6 @@ def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeyp
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
 def test_this_machine_is_measured_with_blocks_of_the_model(family, tiny_folder):
-    plain = here(torch.float32).call_seconds
+    plain = measured_host(torch.float32).call_seconds
     found = roofline(tiny_folder(family), "here", context=LENGTH)
     assert found.device.name == "here" and found.device.call_seconds > plain / 3

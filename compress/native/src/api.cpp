@@ -102,7 +102,7 @@ bool in_points(const compress_weight &w) {
     return w.width % 8 == 0 && w.stride >= w.width / 8 * bytes;
 }
 
-// Whether the sizes of tiles of walks fit together. Any bits are states.
+// Whether the sizes of tiles of trellis paths fit together. Any bits are valid states.
 bool in_walks(const compress_weight &w) {
     constexpr int64_t LARGEST = 1 << 16;
     const bool pairs = w.codec == COMPRESS_WALKS_HYB;
@@ -152,7 +152,7 @@ struct Packing {
     int64_t count;
 };
 
-// Calls f(word, shift of the word, shift of the code, bits) for each piece of a code: its word in a tile, and where it stands.
+// Calls f(word, shift of the word, shift of the code, bits) for each piece of a code: its word in a tile, and its position.
 template <class F>
 void pieces(int bits, int64_t column, int lane, F f) {
     const int64_t unit = column / 32;

@@ -1,10 +1,10 @@
 // The plain C interface of the CPU kernels. Python calls it through ctypes; no torch header is needed.
 //
-// Packed codes. The rows of a weight [rows, width] are taken in tiles of 16, its columns in units of 32. A tile stores,
+// Packed codes. The rows of a weight [rows, width] are divided into tiles of 16, its columns into units of 32. A tile stores,
 // unit by unit, `bits` vectors of 16 words of 32 bits; lane r of each vector belongs to row r of the tile. Codes of 1, 2, 4
 // and 8 bits are one plane; those of 3 bits are a plane of the 2 lower bits and one of the upper bit. In a plane of p
-// bits, the code of column 4 q + j of the unit stands in word q / (8 / p), at bit 8 j + p (q mod (8 / p)). So one shift and one mask
-// give the codes of four consecutive columns as the four bytes of a lane, which is what integer dot products take.
+// bits, the code of column 4 q + j of the unit is in word q / (8 / p), at bit 8 j + p (q mod (8 / p)). So one shift and one mask
+// give the codes of four consecutive columns as the four bytes of a lane, the operand of integer dot products.
 //
 // Groups are runs of `group` packed columns, a multiple of 16. Columns whose groups are not such runs are reordered and
 // padded (`order`).
@@ -21,30 +21,31 @@ extern "C" {
 
 enum compress_type { COMPRESS_F32 = 0, COMPRESS_BF16 = 1 };
 
-// What inputs are rounded to. To bfloat16: only a permission, which processors without such products do not use.
+// Activation quantization. TO_BF16 permits rounding to bfloat16; processors without bfloat16 products ignore it.
 enum compress_rounding {
     COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INTEGERS = 1, COMPRESS_TO_BF16 = 2, COMPRESS_TO_INTEGERS_GROUPS = 3
 };
 
-// What codes stand for: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
-// Or kept weights alone, in floats: `words` holds them tile by tile, column by column, row by row; `masks` tells the rows.
-// Or all weights in floats: `words` holds [rows, width], as torch stores them.
-// Or weights that are looked up: each run of `length` weights of a row is the sum of `books` entries. `words` holds an index
-// per run and book in `stride` bytes a row: a byte each, or half a byte, the lower first, if there are 16 entries of one
-// weight in one book.
-// Or points of a lattice: each run of 8 weights is one or the sum of two points, of 2, 3 or 4 bytes; see lookup.inc.
-// Or weights at single positions, in floats: `words` holds them row by row, `offsets` [rows + 1] tells where each row begins and
-// where the last one ends, and `order` the column of each weight. Columns are not checked. All other weights are zero.
-// Or walks through a trellis: `words` holds tiles of [tile_rows, tile_columns] weights, `stride` bytes for each row of tiles. A
-// tile is a circle of bits, each byte from its upper bit on. Each weight, or each two with HYB, has a state: the `states` bits
-// from its place in the circle on, the first bit the highest. The next state's place is `step_bits` further; see walks.inc.
+// Encoding of the weights:
+// Codes: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
+// KEPT: packed sparse floats. `words` contains them tile by tile, column by column, row by row; `masks` gives the rows.
+// ROWS: dense floats. `words` contains [rows, width], as torch stores them.
+// LOOKED_UP: each run of `length` weights of a row is the sum of `books` codebook entries. `words` contains an index per run
+// and codebook in `stride` bytes a row: a byte each, or half a byte, the lower first, for 16 entries of one weight in one
+// codebook.
+// POINTS: points of a lattice. Each run of 8 weights is one point or the sum of two, of 2, 3 or 4 bytes; see lookup.inc.
+// POSITIONS: floats at single positions. `words` contains them row by row, `offsets` [rows + 1] the start of each row and the
+// end of the last one, and `order` the column of each weight. Columns are not checked. All other weights are zero.
+// WALKS: trellis paths. `words` contains tiles of [tile_rows, tile_columns] weights, `stride` bytes for each row of tiles. A
+// tile is a circular bit string, each byte from its upper bit on. Each weight, or each pair with HYB, has a state: the `states`
+// bits from its position in the circle on, the first bit the highest. The next state is `step_bits` further; see walks.inc.
 enum compress_codec {
     COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12, COMPRESS_ROWS_F32 = 13,
     COMPRESS_ROWS_BF16 = 14, COMPRESS_LOOKED_UP = 15, COMPRESS_POINTS_2 = 16, COMPRESS_POINTS_3 = 17, COMPRESS_POINTS_4 = 18,
     COMPRESS_WALKS_1MAD = 19, COMPRESS_WALKS_3INST = 20, COMPRESS_WALKS_HYB = 21, COMPRESS_POSITIONS_F32 = 22, COMPRESS_POSITIONS_BF16 = 23
 };
 
-// Types of scales and zero points. The narrow ones hold them where they are exact, so that less memory is read.
+// Types of scales and zero points. Narrow types are used if they are exact, so that less memory is read.
 enum compress_scale { COMPRESS_SCALE_F32 = 0, COMPRESS_SCALE_BF16 = 1, COMPRESS_SCALE_F16 = 2 };
 
 // A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
@@ -52,18 +53,18 @@ struct compress_weight {
     const uint32_t *words;  // [tiles][units][bits][16]
     const void *scale;      // [tiles][groups][16], in scale_type
     const void *zero;       // the same in zero_type, or NULL: zero_point for all
-    const float *table;     // [2^codec], or NULL; of weights that are looked up: [tables][books][entries][length];
-                            // of points: for the first byte, the second, and what is added [2 or 3][256][8]; of HYB: [1][1][1024][2]
+    const float *table;     // [2^codec], or NULL; of LOOKED_UP: [tables][books][entries][length];
+                            // of POINTS: of the first byte, the second byte, and the added point [2 or 3][256][8]; of HYB: [1][1][1024][2]
     const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k. Of single
                             // positions: [offsets[rows]] column of each weight
-    const uint16_t *masks;  // [tiles][32 units] a bit per row of the tile, 1 for kept; NULL for codes
-    const int64_t *offsets; // [tiles] index of the first kept weight; 16 more numbers than these can be read; NULL for codes.
+    const uint16_t *masks;  // [tiles][32 units] a bit per row of the tile, 1 for a stored weight; NULL for codes
+    const int64_t *offsets; // [tiles] index of the first stored weight; 16 more numbers than these can be read; NULL for codes.
                             // [rows + 1] of single positions
     float zero_point;
     int32_t codec;  // the width of the codes, or a compress_codec
     int64_t rows, width, units, group, groups;
-    int64_t tables, books, entries, length, stride;  // of weights that are looked up, otherwise 0; tables: 1, or one a row
-    int64_t step_bits, states, tile_rows, tile_columns;  // of walks, otherwise 0; states: bits of a state
+    int64_t tables, books, entries, length, stride;  // of LOOKED_UP, otherwise 0; tables: 1, or one per row
+    int64_t step_bits, states, tile_rows, tile_columns;  // of WALKS, otherwise 0; states: bits of a state
     int64_t scale_type, zero_type;  // a compress_scale: F32 for all but codes
 };
 
@@ -131,16 +132,16 @@ COMPRESS_API int compress_rotate(const struct compress_hadamard *matrix, const v
                                  const float *bias, int64_t m, int64_t width, int64_t ldx, int32_t x_type, int32_t y_type,
                                  int32_t outputs, int32_t threads);
 
-// Columns of a weight that are rounded to integers one after the other; each moves the later ones. All arrays of rows are
-// [columns][rows]. The code of w is clamp(round(w / scale + zero), lowest, highest), and its value (code - zero) * scale.
-// A sweep (`old` is NULL): w is the state, and state[j] -= matrix[i][j] * (state[i] - value) for the columns j behind i.
+// Columns of a weight that are rounded to integers one after the other; each one changes the later ones. All arrays of rows
+// are [columns][rows]. The code of w is clamp(round(w / scale + zero), lowest, highest), and its value (code - zero) * scale.
+// A sweep (`old` is NULL): w is the state, and state[j] -= matrix[i][j] * (state[i] - value) for the columns j after i.
 // A descent: w is old + state / pivots, and state[j] -= matrix[i][j] * (value - old).
 struct compress_columns {
     const float *state;
     const float *matrix;     // [columns][columns] with row stride matrix_stride
     const float *scale;      // with column stride scale_stride; 0: one for all columns
     const float *zero;       // like scale, or NULL
-    const uint8_t *keep;     // 0: w is taken as zero; NULL: every weight is kept
+    const uint8_t *keep;     // 0: w is rounded as zero; NULL: no weight is masked
     const float *old, *pivots;  // [columns][rows], [columns], or NULL
     float *codes, *values;
     float *moves;            // state - value, or value - old
@@ -150,7 +151,7 @@ struct compress_columns {
     int32_t threads;
 };
 
-// The most columns of one call.
+// Largest number of columns of one call.
 #define COMPRESS_MOST_COLUMNS 256
 
 // 0, or -1 for sizes that do not fit together.
@@ -172,13 +173,13 @@ struct compress_groups {
 // 0, or -1 for sizes that do not fit together.
 COMPRESS_API int compress_sum_groups(const struct compress_groups *groups);
 
-// Walks through a trellis of the least squared error. A state has `states` bits; the next state is what remains of it when
-// its first `step_bits` bits are shifted out, and others behind it. A state stands for `length` weights, 1 or 2.
+// Trellis paths of the least squared error. A state has `states` bits; the next state consists of its last bits, after its
+// first `step_bits` bits are shifted out, and of new bits. A state has the values of `length` weights, 1 or 2.
 struct compress_search {
     const float *sequences;  // [count][steps * length]
     const float *values;     // [length][2^states]
-    const int32_t *overlap;  // [count] the first states - step_bits bits of the first state and the last ones of the last
-                             // state; NULL: any
+    const int32_t *overlap;  // [count] the first states - step_bits bits of the first state, which are also the last
+                             // ones of the last state; NULL: not constrained
     int32_t *found;          // [count][steps] states
     int64_t count, steps, length, states, step_bits;
     int32_t threads;
@@ -187,8 +188,8 @@ struct compress_search {
 // 0, or -1 for sizes that do not fit together, -2 when out of memory.
 COMPRESS_API int compress_search_walks(const struct compress_search *search);
 
-// The values of walks: each of `count` circles of `size` bytes holds steps = 8 size / step_bits states, the first bit of each
-// `step_bits` further than that of the one before. values: [2^states][length]; found: [count][steps][length].
+// The values of paths: each of `count` circles of `size` bytes contains steps = 8 size / step_bits states, the first bit of
+// each `step_bits` after that of the previous one. values: [2^states][length]; found: [count][steps][length].
 COMPRESS_API int compress_decode_walks(const uint8_t *codes, const float *values, float *found, int64_t count, int64_t size,
                                        int64_t states, int64_t step_bits, int64_t length, int32_t threads);
 
@@ -197,21 +198,21 @@ enum compress_mask { COMPRESS_MASK_NONE = 0, COMPRESS_MASK_BOOL = 1, COMPRESS_MA
 
 struct compress_attention {
     const float *q, *k, *v;
-    const void *mask;         // bytes, 1 for seen, or floats that are added; NULL: none
+    const void *mask;         // bytes, 0 for masked keys, or floats that are added; NULL: none
     float *out;
     int64_t sizes[6];         // sequences, heads, queries, keys, width of queries and keys, width of values
     int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];  // of sequences, heads and rows
     int64_t mask_strides[3];  // of sequences, heads and queries; 0: the same for all
-    int64_t groups;           // heads of keys and values, each for heads of queries that follow each other
+    int64_t groups;           // heads of keys and values, each for consecutive heads of queries
     float scale;
-    int32_t mask_type, causal, threads;  // causal: query n sees the keys up to n
+    int32_t mask_type, causal, threads;  // causal: query n attends only to the keys up to n
 };
 
-// Queries that see no key get zeros. Returns 0, -1 for sizes that do not fit, or -2 without memory.
+// Queries whose keys are all masked get zeros. Returns 0, -1 for sizes that do not fit together, or -2 when out of memory.
 COMPRESS_API int compress_attend(const struct compress_attention *attention);
 
 // A step of a model as a list of instructions on numbers in memory. Every address is a slot, one of the bases given to
-// compress_run, and an offset, so that the same list runs on another cache.
+// compress_run, and an offset, so that the same list can run on another cache.
 
 #define COMPRESS_MOST_DIMENSIONS 6
 #define COMPRESS_MOST_INPUTS 4
@@ -230,19 +231,19 @@ enum compress_operation {
     // Of two numbers. Comparisons and logic give 0 or 1.
     COMPRESS_ADD = 32, COMPRESS_SUBTRACT, COMPRESS_MULTIPLY, COMPRESS_DIVIDE, COMPRESS_POWER, COMPRESS_LESSER, COMPRESS_GREATER,
     COMPRESS_BELOW, COMPRESS_AT_MOST, COMPRESS_ABOVE, COMPRESS_AT_LEAST, COMPRESS_EQUAL, COMPRESS_UNEQUAL, COMPRESS_AND, COMPRESS_OR,
-    // Of three: the second where the first is not 0, else the third.
+    // Of three numbers: the second if the first is not 0, otherwise the third.
     COMPRESS_CHOOSE = 64,
     // Over the last dimension, which `out` does not have (its stride is 0): sum, mean, largest.
     COMPRESS_SUM = 80, COMPRESS_MEAN, COMPRESS_LARGEST,
     // Along the last dimension: softmax, with `whole` zeros where all numbers are -infinity; (x - mean) / sqrt(variance + numbers[0]) * in[1] + in[2], either of which may be missing.
     COMPRESS_SOFTMAX = 88, COMPRESS_NORMALIZE,
-    // Copies along dimension `along`: from place in[0] of in[1], or of in[1] to place in[0] of out. `limit`: places there are.
+    // Copies along dimension `along`: from index in[0] of in[1], or of in[1] to index in[0] of out. `limit`: size of the dimension.
     COMPRESS_TAKE = 96, COMPRESS_PUT,
     // softmax(q k^T numbers[0] + mask) v of one query: sizes are sequences, heads of k, heads of q for each, keys, width of k, of v.
     COMPRESS_ATTEND = 112,
     // The products of `products`, or the rotation `rotation`, of in[0].
     COMPRESS_MULTIPLY_WEIGHTS = 120, COMPRESS_ROTATE,
-    // Something that the caller computes.
+    // An operation that the caller computes.
     COMPRESS_CALLER = 127
 };
 
@@ -253,7 +254,7 @@ struct compress_operand {
     int64_t type;  // a compress_number
 };
 
-// The fields of a compress_call that stay the same, for some weights; a result each, one after the other, in y.
+// The constant fields of a compress_call for several weights, with one result each in y.
 struct compress_joint {
     const struct compress_weight *weights[COMPRESS_MOST_PRODUCTS];
     const void *bias[COMPRESS_MOST_PRODUCTS];
@@ -276,7 +277,7 @@ struct compress_instruction {
 };
 
 // Computes instructions from `first` on, until one that the caller computes. Returns its index, or `count` at the end; -1 for
-// sizes that do not fit together or a place that there is not, -2 when out of memory. Addresses and strides are not checked.
+// sizes that do not fit together or an index out of range, -2 when out of memory. Addresses and strides are not checked.
 COMPRESS_API int64_t compress_run(const struct compress_instruction *code, int64_t first, int64_t count, void *const *slots,
                                   int32_t threads);
 

@@ -8,7 +8,7 @@ namespace compress_cpu {
 // Whether indexes of books take half a byte each. Static: each set has its own.
 static inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
 
-// What compress_run is given.
+// Arguments of compress_run.
 struct compress_step {
     const compress_instruction *code;
     int64_t first, count;

@@ -36,8 +36,8 @@ struct Job {
     int64_t count = 0;
 };
 
-// A job is closed when its caller finds no task left. Threads that have not joined by then are not waited for: beside
-// other busy processes a thread may wake up long after the others have done its share.
+// A job is closed when its caller finds no task left. It does not wait for threads that have not joined by then: on a loaded
+// machine a thread may wake up long after the others have finished.
 class Pool {
   public:
     void run(const Job &job, int threads) {

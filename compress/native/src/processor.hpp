@@ -1,4 +1,4 @@
-// What the processor has of the instruction sets; a set needs all of it.
+// Features of the processor for each instruction set; a set needs all of them.
 #pragma once
 
 #if defined(__aarch64__) && defined(__linux__)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compress.native import walks as native
+from compress.native import trellis as native
 
 REACH = 8  # states after which the choice of a first state has no effect; constraint lengths, as in Viterbi decoders
 MAX_COSTS = 1 << 26  # costs of sequences that are searched at once: 256 MiB in float32
@@ -96,7 +96,7 @@ class Viterbi:
         self._by_last = by_last.transpose(0, 1).contiguous()
         self._buffer = values.new_empty(0)
 
-    def walks(
+    def paths(
         self, sequences: Float[Tensor, "n weights"], overlap: Int[Tensor, " n"] | None = None
     ) -> Int[Tensor, "n steps"]:
         """Return the states of the best path of each sequence.
@@ -107,12 +107,12 @@ class Viterbi:
                 equal; None: not constrained.
         """
         trellis, steps = self.trellis, sequences.shape[1] // self.trellis.length
-        if native.searches(sequences, trellis.states, trellis.step_bits, trellis.length):
-            return native.walks(sequences, self._weights[:, 1:], trellis.step_bits, overlap)
+        if native.can_search(sequences, trellis.states, trellis.step_bits, trellis.length):
+            return native.search(sequences, self._weights[:, 1:], trellis.step_bits, overlap)
         at_once = _at_once(trellis, steps)
         parts = sequences.split(at_once)
         overlaps = [None] * len(parts) if overlap is None else overlap.split(at_once)
-        return torch.cat([self._walks(part, part_overlap) for part, part_overlap in zip(parts, overlaps, strict=True)])
+        return torch.cat([self._paths(part, part_overlap) for part, part_overlap in zip(parts, overlaps, strict=True)])
 
     def tail_biting(self, sequences: Float[Tensor, "n weights"]) -> Int[Tensor, "n steps"]:
         """Return the states of tail-biting paths of small error (section 3.2, algorithm 4).
@@ -125,9 +125,9 @@ class Viterbi:
         steps = sequences.shape[1] // length
         reach = min(steps // 2, REACH * math.ceil(self.trellis.states / step_bits))
         rotated = torch.cat([sequences[:, -reach * length :], sequences[:, : reach * length]], dim=1)
-        return self.walks(sequences, self.walks(rotated)[:, reach] >> step_bits)
+        return self.paths(sequences, self.paths(rotated)[:, reach] >> step_bits)
 
-    def _walks(self, sequences: Tensor, overlap: Tensor | None) -> Int[Tensor, "n steps"]:
+    def _paths(self, sequences: Tensor, overlap: Tensor | None) -> Int[Tensor, "n steps"]:
         trellis, count = self.trellis, len(sequences)
         targets = sequences.T.reshape(-1, trellis.length, count)
         targets = torch.cat([torch.ones_like(targets[:, :1]), -2 * targets], dim=1)
@@ -203,6 +203,6 @@ def decode(
         values: values of all states.
         trellis: the trellis.
     """
-    if native.decodes(codes, values):
+    if native.can_decode(codes, values):
         return native.decode(codes, values, trellis.step_bits)
     return values[unpack(codes, trellis)].flatten(1)

@@ -56,7 +56,7 @@ def test_the_example_of_the_paper():
 def test_walks_are_the_best_of_all(trellis):
     values, steps = random(2**trellis.states, trellis.length, seed=1), 4
     sequences = random(50, steps * trellis.length)
-    found = Viterbi(values, trellis).walks(sequences)
+    found = Viterbi(values, trellis).paths(sequences)
     every = walks(trellis, steps)
     best = errors(sequences, every, values).min(1)
     assert torch.equal(found, every[best.indices])
@@ -67,7 +67,7 @@ def test_walks_with_an_overlap_are_the_best_of_those_that_have_it(trellis):
     values, steps = random(2**trellis.states, trellis.length, seed=1), 4
     sequences = random(50, steps * trellis.length)
     overlap = torch.arange(50) % trellis.overlaps
-    found = Viterbi(values, trellis).walks(sequences, overlap)
+    found = Viterbi(values, trellis).paths(sequences, overlap)
     every = walks(trellis, steps)
     begins, ends = every[:, 0] >> trellis.step_bits, every[:, -1] & (trellis.overlaps - 1)
     for at in range(50):

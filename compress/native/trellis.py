@@ -1,4 +1,4 @@
-"""Walks through a trellis in C++: their search, and their values.
+"""Trellis-coded quantization in C++: the search of paths, and the values of packed paths.
 
 Plain torch writes the costs of all states of all sequences to memory in every step; here a sequence's costs stay in the
 cache of the processor that searches it.
@@ -15,35 +15,45 @@ from torch import Tensor
 from compress.native.library import LANES, OUT_OF_MEMORY, Search, library, pointer
 
 
-def searches(tensor: Tensor, states: int, step_bits: int, length: int) -> bool:
-    """Whether the library searches walks of tensors like this one. Arguments as in `walks`."""
+def can_search(tensor: Tensor, states: int, step_bits: int, length: int) -> bool:
+    """Whether the library searches paths for tensors like this one. Arguments as in `search`."""
     fits = length <= 2 and 1 << (states - step_bits) >= LANES  # the states of a vector have the same first bits
     return fits and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
 
 
-def walks(
+def search(
     sequences: Float[Tensor, "n weights"],
     values: Float[Tensor, "states length"],
     step_bits: int,
     overlap: Int[Tensor, " n"] | None = None,
 ) -> Int[Tensor, "n steps"]:
-    """The states of the walks of the least squared error (int64).
+    """Search the trellis paths of the least squared error.
 
-    values: of the 2^L states; a step shifts step_bits bits in. overlap: the first L - step_bits bits of the first state
-    and the last ones of the last state, which are then equal; None: any.
+    Args:
+        sequences: the weights of each sequence.
+        values: values of the 2^L states; a step shifts `step_bits` bits in.
+        step_bits: bits of a step.
+        overlap: first L - step_bits bits of the first state and last L - step_bits bits of the last state, which are
+            then equal; None: not constrained.
+
+    Returns:
+        The states of the best paths (int64).
+
+    Raises:
+        MemoryError: if the costs do not fit into memory.
     """
     native = library()
     assert native is not None
     count, length = len(sequences), values.shape[1]
     sequences, by_weight = sequences.contiguous(), values.T.contiguous()
-    steps, ends = sequences.shape[1] // length, None if overlap is None else overlap.to(torch.int32).contiguous()
-    assert sequences.shape[1] == steps * length and (ends is None or ends.shape == (count,))
-    found = torch.empty(count, steps, dtype=torch.int32)
-    search = Search(
+    steps, overlaps = sequences.shape[1] // length, None if overlap is None else overlap.to(torch.int32).contiguous()
+    assert sequences.shape[1] == steps * length and (overlaps is None or overlaps.shape == (count,))
+    paths = torch.empty(count, steps, dtype=torch.int32)
+    arguments = Search(
         sequences=pointer(sequences),
         values=pointer(by_weight),
-        overlap=pointer(ends),
-        found=pointer(found),
+        overlap=pointer(overlaps),
+        found=pointer(paths),
         count=count,
         steps=steps,
         length=length,
@@ -51,15 +61,15 @@ def walks(
         step_bits=step_bits,
         threads=torch.get_num_threads(),
     )
-    failed = native.compress_search_walks(ctypes.addressof(search))
+    failed = native.compress_search_walks(ctypes.addressof(arguments))
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the costs of a search do not fit into memory")
     assert not failed, "sizes do not fit together"
-    return found.long()
+    return paths.long()
 
 
-def decodes(codes: Tensor, values: Tensor) -> bool:
-    """Whether the library decodes walks like these. Arguments as in `decode`."""
+def can_decode(codes: Tensor, values: Tensor) -> bool:
+    """Whether the library decodes paths of tensors like these. Arguments as in `decode`."""
     fits = codes.device.type == "cpu" and values.dtype == torch.float32 and values.shape[1] <= 2
     return fits and library() is not None
 
@@ -67,15 +77,15 @@ def decodes(codes: Tensor, values: Tensor) -> bool:
 def decode(
     codes: Int[Tensor, "n bytes"], values: Float[Tensor, "states length"], step_bits: int
 ) -> Float[Tensor, "n weights"]:
-    """The values of the states of tail-biting walks, which `trellis.pack` wrote."""
+    """Return the values of the states of tail-biting paths, packed by `trellis.pack`."""
     native, states = library(), len(values).bit_length() - 1
     assert native is not None and codes.dtype == torch.uint8
     codes, values, (count, size) = codes.contiguous(), values.contiguous(), codes.shape
-    found = torch.empty(count, size * 8 // step_bits * values.shape[1])
+    values_of_paths = torch.empty(count, size * 8 // step_bits * values.shape[1])
     failed = native.compress_decode_walks(
         pointer(codes),
         pointer(values),
-        pointer(found),
+        pointer(values_of_paths),
         count,
         size,
         states,
@@ -84,4 +94,4 @@ def decode(
         torch.get_num_threads(),
     )
     assert not failed, "sizes do not fit together"
-    return found
+    return values_of_paths

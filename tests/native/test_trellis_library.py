@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import SETS, random
 
-from compress.native import walks as native
+from compress.native import trellis as native
 from compress.native.library import Search, library, pointer
 from compress.numerics.quant.trellis import Trellis, Viterbi, decode, pack, unpack
 
@@ -41,12 +41,12 @@ def test_the_walks_of_every_instruction_set(chosen, bits, step_bits, length, mon
     search = Viterbi(values, Trellis(bits, step_bits / length, length))
     ends = torch.arange(7) % (1 << (bits - step_bits))
     for overlap in (None, ends):
-        found = native.walks(sequences, values, step_bits, overlap)
+        found = native.search(sequences, values, step_bits, overlap)
         assert found.dtype == torch.int64 and is_walk(found, bits, step_bits)
         if overlap is not None:
             assert torch.equal(found[:, 0] >> step_bits, ends)
             assert torch.equal(found[:, -1] & ((1 << (bits - step_bits)) - 1), ends)
-        wanted = by_torch(monkeypatch, search.walks, sequences, overlap)
+        wanted = by_torch(monkeypatch, search.paths, sequences, overlap)
         assert torch.allclose(error_of(found, sequences, values), error_of(wanted, sequences, values), rtol=1e-5)
 
 
@@ -61,7 +61,7 @@ def test_the_best_of_all_walks():
         every.append(states)
     every = torch.tensor(every)
     best = torch.stack([error_of(every, row.expand(len(every), -1), values).min() for row in sequences])
-    assert torch.allclose(error_of(native.walks(sequences, values, step_bits), sequences, values), best)
+    assert torch.allclose(error_of(native.search(sequences, values, step_bits), sequences, values), best)
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,9 +72,9 @@ def test_any_number_of_sequences_and_steps(trellis, count, steps, tied, seed):
     overlap = torch.arange(count) % (1 << (bits - step_bits)) if tied else None
     if tied and steps * step_bits < bits - step_bits:
         return  # no walk has these ends
-    found = native.walks(sequences, values, step_bits, overlap)
+    found = native.search(sequences, values, step_bits, overlap)
     assert found.shape == (count, steps) and is_walk(found, bits, step_bits)
-    alone = native.walks(sequences[-1:], values, step_bits, None if overlap is None else overlap[-1:])
+    alone = native.search(sequences[-1:], values, step_bits, None if overlap is None else overlap[-1:])
     assert torch.equal(found[-1:], alone)
 
 
@@ -88,20 +88,20 @@ def test_tail_biting_walks_close_their_circle(monkeypatch):
 
 def test_what_is_searched_by_plain_torch():
     x = torch.zeros(1)
-    assert native.searches(x, 12, 2, 1) and native.searches(x, 6, 2, 2)
-    assert not native.searches(x, 5, 2, 1)  # 8 states with the same first bits
-    assert not native.searches(x, 12, 2, 3) and not native.searches(x.double(), 12, 2, 1)
+    assert native.can_search(x, 12, 2, 1) and native.can_search(x, 6, 2, 2)
+    assert not native.can_search(x, 5, 2, 1)  # 8 states with the same first bits
+    assert not native.can_search(x, 12, 2, 3) and not native.can_search(x.double(), 12, 2, 1)
 
 
 def test_no_sequences_and_more_threads_than_sequences():
     values, before = random(64, 1), torch.get_num_threads()
-    assert native.walks(torch.zeros(0, 8), values, 2).shape == (0, 8)
-    assert native.walks(torch.zeros(3, 0), values, 2).shape == (3, 0)
+    assert native.search(torch.zeros(0, 8), values, 2).shape == (0, 8)
+    assert native.search(torch.zeros(3, 0), values, 2).shape == (3, 0)
     values, sequences = random(1 << 12, 1), random(5, 64)
-    wanted = native.walks(sequences, values, 2)
+    wanted = native.search(sequences, values, 2)
     try:
         torch.set_num_threads(8)
-        assert torch.equal(native.walks(sequences, values, 2), wanted)
+        assert torch.equal(native.search(sequences, values, 2), wanted)
     finally:
         torch.set_num_threads(before)
 
@@ -142,7 +142,7 @@ def test_the_library_checks_sizes(name, value):
 def test_an_overlap_that_no_state_has():
     for overlap in ([0, 16], [-1, 0]):
         with pytest.raises(AssertionError, match="do not fit"):
-            native.walks(torch.zeros(2, 4), torch.zeros(64, 1), 2, torch.tensor(overlap))
+            native.search(torch.zeros(2, 4), torch.zeros(64, 1), 2, torch.tensor(overlap))
 
 
 @settings(max_examples=60, deadline=None)

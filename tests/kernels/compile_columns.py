@@ -58,11 +58,11 @@ def main():
     for line in sys.stdin:
         for capability in map(int, sys.argv[1:]):
             compiler = Compiler(PROGRAMS, GPUTarget("cuda", capability, 32))
-            gpu_columns.programs = lambda found=compiler: found
+            gpu_columns.programs = lambda actual=compiler: actual
             case = json.loads(line)
             (sums if "size" in case else rounding)(**case)
-            for found in compiler.found:
-                print(json.dumps({**case, "capability": capability, **found}), flush=True)
+            for actual in compiler.found:
+                print(json.dumps({**case, "capability": capability, **actual}), flush=True)
 
 
 if __name__ == "__main__":

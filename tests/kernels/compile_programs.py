@@ -79,23 +79,25 @@ class Compiler:
 
         def start(*arguments, num_warps=4, num_stages=2, enable_fp_fusion=True, **constants):
             names = list(inspect.signature(program.fn).parameters)
-            given = dict(zip(names, arguments, strict=False))
-            ones = {each: value for each, value in given.items() if type(value) is int and value == 1}
+            inputs = dict(zip(names, arguments, strict=False))
+            ones = {item: value for item, value in inputs.items() if type(value) is int and value == 1}
             constants |= ones  # as Triton does
-            given = {each: value for each, value in given.items() if each not in ones}
-            signature = {each: type_of(given[each]) if each in given else "constexpr" for each in names}
-            exact = [each.name for each in program.params if not each.do_not_specialize]
-            whole = [
+            inputs = {item: value for item, value in inputs.items() if item not in ones}
+            signature = {item: type_of(inputs[item]) if item in inputs else "constexpr" for item in names}
+            exact = [item.name for item in program.params if not item.do_not_specialize]
+            full = [
                 i
-                for i, each in enumerate(names)
-                if each in given
-                and not isinstance(given[each], float)
-                and (isinstance(given[each], torch.Tensor) or (each in exact and given[each] % 16 == 0))
+                for i, item in enumerate(names)
+                if item in inputs
+                and not isinstance(inputs[item], float)
+                and (isinstance(inputs[item], torch.Tensor) or (item in exact and inputs[item] % 16 == 0))
             ]
-            source = ASTSource(program, signature, constants, {(i,): [["tt.divisibility", 16]] for i in whole})
+            source = ASTSource(program, signature, constants, {(i,): [["tt.divisibility", 16]] for i in full})
             options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
-            done = triton.compile(source, target=self.target, options=options)
-            self.found.append({"program": name, "shared": done.metadata.shared, **resources(done.asm["cubin"])})
+            completed = triton.compile(source, target=self.target, options=options)
+            self.found.append(
+                {"program": name, "shared": completed.metadata.shared, **resources(completed.asm["cubin"])}
+            )
 
         return Launch(start)
 
@@ -117,8 +119,8 @@ def compiled(case, capability):
 def main():
     for line in sys.stdin:
         for capability in map(int, sys.argv[1:]):
-            for found in compiled(json.loads(line), capability):
-                print(json.dumps({**json.loads(line), "capability": capability, **found}), flush=True)
+            for actual in compiled(json.loads(line), capability):
+                print(json.dumps({**json.loads(line), "capability": capability, **actual}), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ NEAR = 3e-6  # relative to the largest value
 def plainly(q, k, v, mask=None, causal=False, scale=1.0):
     """In float64; zeros for queries that see nothing."""
     shared = q.shape[1] // k.shape[1]
-    k, v = (one.double().repeat_interleave(shared, 1) for one in (k, v))
+    k, v = (single.double().repeat_interleave(shared, 1) for single in (k, v))
     scores = (q.double() @ k.mT * scale).float()
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
@@ -26,8 +26,8 @@ def plainly(q, k, v, mask=None, causal=False, scale=1.0):
     return scores.double().softmax(-1).nan_to_num(0.0) @ v
 
 
-def close(found, wanted, v):
-    return found.shape == wanted.shape and float((found - wanted).abs().max()) <= NEAR * float(v.abs().max())
+def close(actual, expected, v):
+    return actual.shape == expected.shape and float((actual - expected).abs().max()) <= NEAR * float(v.abs().max())
 
 
 def masks(kind, sizes, seed):
@@ -71,38 +71,38 @@ def test_any_call(batch, groups, shared, queries, keys, width, out, kind, whole,
     sizes = [size if all_ else 1 for size, all_ in zip((batch, heads, queries), whole, strict=True)]
     mask = masks(kind, (*sizes, keys), seed)
     assert attends(q, k, v, mask, shares_heads=True)
-    found = attend(q, k, v, mask, causal, 0.4)
-    assert close(found, plainly(q, k, v, mask, causal, 0.4), v)
+    actual = attend(q, k, v, mask, causal, 0.4)
+    assert close(actual, plainly(q, k, v, mask, causal, 0.4), v)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_instruction_set(chosen, causal):
     q, k, v = random(2, 6, 100, 48), random(2, 2, 250, 48, seed=1), random(2, 2, 250, 40, seed=2)
-    seen = random(2, 1, 100, 250, seed=3) > -0.5
+    observed = random(2, 1, 100, 250, seed=3) > -0.5
     assert close(attend(q, k, v, None, causal, 0.2), plainly(q, k, v, None, causal, 0.2), v)
-    assert close(attend(q, k, v, seen, causal, 0.2), plainly(q, k, v, seen, causal, 0.2), v)
+    assert close(attend(q, k, v, observed, causal, 0.2), plainly(q, k, v, observed, causal, 0.2), v)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_sizes_of_scores(size):
     q, k, v = random(1, 2, 40, 16) * size, random(1, 2, 120, 16, seed=1), random(1, 2, 120, 16, seed=2)
-    found = attend(q, k, v, None, False, 0.25)
+    actual = attend(q, k, v, None, False, 0.25)
     # Rounding moves scores of 1e3 by 1e-4, and weights as much.
-    assert float((found - plainly(q, k, v, scale=0.25)).abs().max()) <= 1e-6 * max(4, size)
+    assert float((actual - plainly(q, k, v, scale=0.25)).abs().max()) <= 1e-6 * max(4, size)
 
 
 def test_queries_that_see_nothing_get_zeros_and_others_are_not_touched(chosen):
     q, k, v = random(1, 2, 50, 16), random(1, 2, 50, 16, seed=1), random(1, 2, 50, 16, seed=2)
-    seen = torch.ones(1, 1, 50, 50, dtype=torch.bool).tril()
-    seen[:, :, :20] = False
-    found = attend(q, k, v, seen, False, 0.25)
-    assert found[:, :, :20].eq(0).all() and close(found, plainly(q, k, v, seen, False, 0.25), v)
+    observed = torch.ones(1, 1, 50, 50, dtype=torch.bool).tril()
+    observed[:, :, :20] = False
+    actual = attend(q, k, v, observed, False, 0.25)
+    assert actual[:, :, :20].eq(0).all() and close(actual, plainly(q, k, v, observed, False, 0.25), v)
 
 
 def test_a_query_whose_keys_all_have_the_lowest_bias_weighs_them_alike():
     q, k, v = random(1, 1, 20, 8), random(1, 1, 30, 8, seed=1), random(1, 1, 30, 8, seed=2)
-    found = attend(q, k, v, torch.full((20, 30), LOWEST), False, 0.25)
-    assert torch.allclose(found, v.mean(2, keepdim=True).expand_as(found), atol=1e-6)
+    actual = attend(q, k, v, torch.full((20, 30), LOWEST), False, 0.25)
+    assert torch.allclose(actual, v.mean(2, keepdim=True).expand_as(actual), atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FC12345])
@@ -125,14 +125,14 @@ def test_nothing_to_attend_to(sizes):
 
 def test_as_many_threads_give_the_bits_of_one():
     q, k, v = random(1, 4, 300, 32), random(1, 4, 300, 32, seed=1), random(1, 4, 300, 32, seed=2)
-    before, found = torch.get_num_threads(), []
+    original, actual = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 40):
             torch.set_num_threads(threads)
-            found.append(attend(q, k, v, None, True, 0.2))
+            actual.append(attend(q, k, v, None, True, 0.2))
     finally:
-        torch.set_num_threads(before)
-    assert found[0].equal(found[1]) and found[0].equal(found[2])
+        torch.set_num_threads(original)
+    assert actual[0].equal(actual[1]) and actual[0].equal(actual[2])
 
 
 def test_what_torch_computes():
@@ -156,17 +156,17 @@ def test_bfloat16_is_computed_in_float32(kind):
     mask = masks(kind, (1, 4, 40, 40), 0)
     mask = mask.bfloat16() if kind == "lowest" else mask
     assert attends(q, k, v, mask, shares_heads=True)
-    found = attend(q, k, v, mask, kind is None, 0.3)
-    wanted = plainly(q, k, v, mask if kind != "lowest" else mask.float(), kind is None, 0.3)
-    assert found.dtype is torch.bfloat16 and found.transpose(1, 2).is_contiguous()
-    assert torch.allclose(found.double(), wanted, rtol=2**-8, atol=1e-6)
+    actual = attend(q, k, v, mask, kind is None, 0.3)
+    expected = plainly(q, k, v, mask if kind != "lowest" else mask.float(), kind is None, 0.3)
+    assert actual.dtype is torch.bfloat16 and actual.transpose(1, 2).is_contiguous()
+    assert torch.allclose(actual.double(), expected, rtol=2**-8, atol=1e-6)
 
 
 def test_the_operator_tells_torch_its_shape():
     q, k, v = random(1, 4, 20, 8), random(1, 2, 30, 8), random(1, 2, 30, 12)
     torch.library.opcheck(torch.ops.compress.attend, (q, k, v, None, True, 0.5))
     torch.library.opcheck(torch.ops.compress.attend, (q, k, v, torch.ones(20, 30, dtype=torch.bool), False, 0.5))
-    narrow = (one.bfloat16() for one in (q, k, v))
+    narrow = (single.bfloat16() for single in (q, k, v))
     torch.library.opcheck(torch.ops.compress.attend, (*narrow, torch.zeros(20, 30).bfloat16(), False, 0.5))
 
 

@@ -90,16 +90,16 @@ def test_many_rows_take_panels(rows, width, bits, group, symmetric, indexed, rou
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_float32_inputs_are_rounded_to_bfloat16_where_torch_may_do_so(chosen, symmetric):
     """As `torch.set_float32_matmul_precision("medium")` allows; other processors compute in float32."""
-    part, before = part_of(50, 320, 4, 64, symmetric), torch.get_float32_matmul_precision()
+    part, original = part_of(50, 320, 4, 64, symmetric), torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         for batch in (1, 5, 30):
             x = random(batch, 320, seed=batch)
-            found = dispatch.linear(x, [part], None, None)
+            actual = dispatch.linear(x, [part], None, None)
             inputs = x.bfloat16().float() if chosen.endswith("_bf16") else x
-            assert near(found, exact(part, inputs, None, None), x.dtype)
+            assert near(actual, exact(part, inputs, None, None), x.dtype)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(original)
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.85])
@@ -255,8 +255,8 @@ def test_kept_floats_compile_to_one_graph():
     mask = random(64, 64) > 0
     layer = CompressedLinear([SparsePart.of(DensePart.of(random(64, 64) * mask), PackedMask.of(mask))], None)
     with torch.no_grad():
-        wanted = layer(random(2, 64))
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(random(2, 64)), wanted)
+        expected = layer(random(2, 64))
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(random(2, 64)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,15 +265,15 @@ def test_kept_floats_compile_to_one_graph():
 def test_outlier_columns_are_floats(chosen, threshold, columns, indexed, dtype):
     """LLM.int8 (Dettmers 2022): the columns with outliers are not rounded; the others are products of integers."""
     part = part_of(50, 96, 8, 32, True, indexed)
-    kept = torch.zeros(96, dtype=torch.bool)
-    kept[[3, 50]] = True
-    rounding = InputRounding.of(INT8, threshold=threshold, columns=kept if columns else None, shape=(50, 96))
+    remaining = torch.zeros(96, dtype=torch.bool)
+    remaining[[3, 50]] = True
+    rounding = InputRounding.of(INT8, threshold=threshold, columns=remaining if columns else None, shape=(50, 96))
     for batch in (1, 7):
         x = random(batch, 96, seed=4).to(dtype)
         x[:, 3] *= 20
         assert KERNEL.supports(part, x, rounding)
-        wanted = exact(part, x, rounding, None)
-        assert near(dispatch.linear(x, [part], rounding, None), wanted, dtype)
+        expected = exact(part, x, rounding, None)
+        assert near(dispatch.linear(x, [part], rounding, None), expected, dtype)
 
 
 @settings(max_examples=40)
@@ -325,14 +325,14 @@ def test_inputs_of_other_layouts():
 
 
 def test_threads_do_not_change_a_bit():
-    part, x, before, found = part_of(2000, 1024, 4, 64, True), random(40, 1024), torch.get_num_threads(), []
+    part, x, original, actual = part_of(2000, 1024, 4, 64, True), random(40, 1024), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 64):  # more threads than tiles, too
             torch.set_num_threads(threads)
-            found.append([dispatch.linear(x[:m], [part], None, None) for m in (1, 7, 40)])
+            actual.append([dispatch.linear(x[:m], [part], None, None) for m in (1, 7, 40)])
     finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        torch.set_num_threads(original)
+    assert all(torch.equal(a, b) for alternative in actual[1:] for a, b in zip(actual[0], alternative, strict=True))
 
 
 @pytest.mark.parametrize("rounding", [None, InputRounding.of(INT8), InputRounding.of(INT8, torch.tensor([0.1]))])
@@ -385,8 +385,8 @@ def test_the_operator_is_seen_by_tracers():
 def test_a_layer_compiles_to_one_graph():
     layer, x = CompressedLinear(quantize(random(64, 64), GRIDS["int4"], 32), None), random(2, 64)
     with torch.no_grad():
-        wanted = layer(x)
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
+        expected = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
 
 
 def test_the_instruction_set_can_be_chosen(monkeypatch):

@@ -27,10 +27,10 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the sizes of the terms,
 def check(rows, width, weight_dtype, dtype, batch, bias, seed=0):
     weight, x = random(rows, width, seed=seed).to(weight_dtype), random(batch, width, seed=seed + 1).to(dtype)
     part, added = DensePart.of(weight), random(rows, seed=seed + 2).to(dtype) if bias else None
-    wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
-    found = KERNEL.product(x, part, part.prepared(KERNEL), None, added)
-    assert found.dtype == dtype and found.shape == wanted.shape
-    assert float((found - wanted).abs().max() if batch else 0) <= NEAR[dtype] * max(1.0, 3 * width**0.5)
+    expected = x.double() @ weight.double().T + (0 if added is None else added.double())
+    actual = KERNEL.product(x, part, part.prepared(KERNEL), None, added)
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    assert float((actual - expected).abs().max() if batch else 0) <= NEAR[dtype] * max(1.0, 3 * width**0.5)
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
@@ -85,16 +85,16 @@ def test_narrow_inputs_are_rounded_to_bfloat16_where_the_processor_multiplies_th
     part = DensePart.of(weight)
     part.narrow_inputs = True
     inputs = x.bfloat16() if chosen.endswith("_bf16") else x
-    wanted = inputs.double() @ weight.double().T
-    torch.testing.assert_close(dispatch.linear(x, [part], None, None).double(), wanted, rtol=1e-4, atol=1e-4)
+    expected = inputs.double() @ weight.double().T
+    torch.testing.assert_close(dispatch.linear(x, [part], None, None).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nan_stays_nan(chosen):
     for batch in (1, 8, 30):
         x = random(batch, 64)
         x[0, 3] = float("nan")
-        found = dispatch.linear(x, [DensePart.of(random(20, 64).bfloat16())], None, None)
-        assert bool(found[0].isnan().all()) and not bool(found[1:].isnan().any())
+        actual = dispatch.linear(x, [DensePart.of(random(20, 64).bfloat16())], None, None)
+        assert bool(actual[0].isnan().all()) and not bool(actual[1:].isnan().any())
 
 
 def code_part(rows, grid="int4", group=32, symmetric=True, seed=0):
@@ -118,8 +118,8 @@ def test_products_in_one_call_are_those_of_several_calls(chosen, rounding, batch
         random(batch, 64, seed=9),
         [random(len(p.dense(torch.float32))) if i % 2 else None for i, p in enumerate(parts)],
     )
-    found = dispatch.linears(x, parts, rounding, biases)
-    for y, part, bias in zip(found, parts, biases, strict=True):
+    actual = dispatch.linears(x, parts, rounding, biases)
+    for y, part, bias in zip(actual, parts, biases, strict=True):
         assert torch.equal(y, dispatch.linear(x, [part], rounding, bias))
 
 
@@ -136,8 +136,8 @@ def test_the_library_checks_the_number_of_products():
     native, packed = library(), code_part(5).prepared(dispatch.kernel_for(code_part(5), random(1, 64), None))
     for count in (0, 9):
         many = ctypes.c_void_p * 9
-        weights, none = many(*[packed.address] * 9), many()
-        assert native.compress_products(count, weights, 0, none, none, None, 1, 64, 0, 0, 8, 1, 1) == -1
+        weights, empty = many(*[packed.address] * 9), many()
+        assert native.compress_products(count, weights, 0, empty, empty, None, 1, 64, 0, 0, 8, 1, 1) == -1
 
 
 def test_a_number_stands_for_a_weight_while_it_is_in_memory():

@@ -73,16 +73,16 @@ def test_grids_of_gguf_are_multiplied_in_integers(name):
 
 def test_tensors_stand_in_large_pages_side_by_side():
     pages = Pages()
-    one, two = (pages.empty(3, 5, dtype=torch.float32) for _ in range(2))
-    assert one.shape == (3, 5) and one.dtype == torch.float32
-    assert two.data_ptr() - one.data_ptr() == 64 and one.data_ptr() % PAGE == 0
-    one.fill_(1), two.fill_(2)
-    assert float(one.sum()) == 15 and float(two.sum()) == 30
+    single, two = (pages.empty(3, 5, dtype=torch.float32) for _ in range(2))
+    assert single.shape == (3, 5) and single.dtype == torch.float32
+    assert two.data_ptr() - single.data_ptr() == 64 and single.data_ptr() % PAGE == 0
+    single.fill_(1), two.fill_(2)
+    assert float(single.sum()) == 15 and float(two.sum()) == 30
     large = pages.empty(CHUNK, dtype=torch.int32)
-    assert large.untyped_storage().data_ptr() != one.untyped_storage().data_ptr() and large.data_ptr() % PAGE == 0
+    assert large.untyped_storage().data_ptr() != single.untyped_storage().data_ptr() and large.data_ptr() % PAGE == 0
     for _ in range(9):
-        last = pages.empty(CHUNK // 8, dtype=torch.uint8)
-    assert last.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()  # the next chunk
+        last_result = pages.empty(CHUNK // 8, dtype=torch.uint8)
+    assert last_result.untyped_storage().data_ptr() != single.untyped_storage().data_ptr()  # the next chunk
     assert pages.empty(0, 16, dtype=torch.float32).numel() == 0
 
 

@@ -30,10 +30,10 @@ def product(x, signs, order, outputs=False, bias=None):
     return ((x.double() * signs).unflatten(-1, (-1, order)) @ matrix).flatten(-2)
 
 
-def close(found, wanted):
-    if not wanted.numel():
-        return found.shape == wanted.shape
-    return float((found - wanted).abs().max()) <= NEAR[found.dtype] * float(wanted.abs().max())
+def close(actual, expected):
+    if not expected.numel():
+        return actual.shape == expected.shape
+    return float((actual - expected).abs().max()) <= NEAR[actual.dtype] * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("outputs", [False, True])
@@ -58,27 +58,27 @@ def test_any_call(order, runs, rows, outputs, biased, dtype, to, seed):
     width = order * runs
     x, signs = random(rows, width, seed=seed).to(dtype), signs_of(width, seed)
     bias = random(width, seed=seed + 1).to(dtype) if biased and outputs else None
-    found = rotate(x, signs, order, outputs, bias, to)
-    assert found.dtype == (to or dtype)
-    assert close(found, product(x, signs, order, outputs, bias))
+    actual = rotate(x, signs, order, outputs, bias, to)
+    assert actual.dtype == (to or dtype)
+    assert close(actual, product(x, signs, order, outputs, bias))
 
 
 def test_the_transform_of_a_layer_is_computed_by_the_kernel(monkeypatch):
     transform, x = Hadamard.of(48, 3, (5, 96)), random(4, 96)
-    wanted = product(x, transform.signs, 48)
-    taken = []
+    expected = product(x, transform.signs, 48)
+    calls = []
     [kernel] = dispatch.TRANSFORMS
-    monkeypatch.setattr(kernel, "transformed", lambda t, x: taken.append(1) or type(kernel).transformed(kernel, t, x))
+    monkeypatch.setattr(kernel, "transformed", lambda t, x: calls.append(1) or type(kernel).transformed(kernel, t, x))
     for inputs in (x, x.bfloat16(), x[:0], random(96, 4).T, random(2, 3, 192)[..., ::2]):
-        found = transform(inputs)
-        assert found.dtype == inputs.dtype and close(found, product(inputs, transform.signs, 48))
-    assert len(taken) == 5
-    assert close(transform(x), wanted) and close(transform.plain(x), wanted)
+        actual = transform(inputs)
+        assert actual.dtype == inputs.dtype and close(actual, product(inputs, transform.signs, 48))
+    assert len(calls) == 5
+    assert close(transform(x), expected) and close(transform.plain(x), expected)
     with dispatch.plain_torch():
         assert torch.equal(transform(x), transform.plain(x))
     transform(x.half()), transform(x.clone().requires_grad_())
     assert exists(1032) and not kernel.supports(Hadamard.of(1032, 0, (1, 1032)), random(1, 1032))  # a prime plus one
-    assert len(taken) == 6
+    assert len(calls) == 6
 
 
 def test_inputs_of_a_gradient_are_transformed_by_torch():
@@ -90,17 +90,17 @@ def test_inputs_of_a_gradient_are_transformed_by_torch():
 def test_nan_reaches_its_run_alone(chosen):
     x = random(3, 96)
     x[1, 50] = torch.nan
-    found = rotate(x, signs_of(96, 0), 48)
-    assert found[1, 48:].isnan().all() and not found[1, :48].isnan().any() and not found[[0, 2]].isnan().any()
+    actual = rotate(x, signs_of(96, 0), 48)
+    assert actual[1, 48:].isnan().all() and not actual[1, :48].isnan().any() and not actual[[0, 2]].isnan().any()
 
 
 def test_more_threads_than_rows():
-    before, x, signs = torch.get_num_threads(), random(3, 3072), signs_of(3072, 0)
+    original, x, signs = torch.get_num_threads(), random(3, 3072), signs_of(3072, 0)
     try:
         torch.set_num_threads(8)
         assert close(rotate(x, signs, 3072), product(x, signs, 3072))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_more_threads_than_rows():
     ],
 )
 def test_the_library_checks_the_sizes_of_a_matrix(name, value):
-    found, x = steps(12 * 64, False), random(1, 768)
-    before = getattr(found.matrix, name)
+    actual, x = steps(12 * 64, False), random(1, 768)
+    original = getattr(actual.matrix, name)
     try:
-        setattr(found.matrix, name, value)
+        setattr(actual.matrix, name, value)
         with pytest.raises(AssertionError, match="do not fit together"):
             rotate(x, signs_of(768, 0), 768)
     finally:
-        setattr(found.matrix, name, before)
+        setattr(actual.matrix, name, original)
     assert close(rotate(x, signs_of(768, 0), 768), product(x, signs_of(768, 0), 768))
 
 
@@ -146,8 +146,8 @@ def test_signs_that_do_not_fit_the_inputs_are_refused(signs):
 def test_torch_traces_the_operator():
     transform, x = Hadamard.of(24, 3, (5, 48)), random(4, 48)
     with torch.no_grad():
-        wanted = transform(x)
-        assert torch.equal(torch.compile(transform, backend="aot_eager", fullgraph=True)(x), wanted)
+        expected = transform(x)
+        assert torch.equal(torch.compile(transform, backend="aot_eager", fullgraph=True)(x), expected)
         exported = torch.export.export(transform, (x,))
     assert "torch.ops.compress.rotate" in exported.graph_module.code
-    torch.testing.assert_close(exported.module()(x), wanted)
+    torch.testing.assert_close(exported.module()(x), expected)

@@ -30,14 +30,16 @@ def part_of(rows, runs, bits=2, rotated=None, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_every_code_stands_for_its_point(chosen, bits):
     """A product with the identity gives the decoded weights; all 2^16 points of E8P in one weight."""
-    first, second = torch.arange(256).repeat_interleave(256), torch.arange(256).repeat(256)
-    codes = torch.stack([first, second, second.flip(0), first.roll(7)], dim=1)[:, : count_bytes(bits)].to(torch.uint8)
+    first_result, second = torch.arange(256).repeat_interleave(256), torch.arange(256).repeat(256)
+    codes = torch.stack([first_result, second, second.flip(0), first_result.roll(7)], dim=1)[:, : count_bytes(bits)].to(
+        torch.uint8
+    )
     part = LatticePart.of(codes.view(4096, 16, -1), torch.ones(4096), bits)
     x = torch.eye(128)
     assert dispatch.kernel_name(part, x, None) == "cpu_packed"
-    found = torch.cat([dispatch.linear(piece, [part], None, None) for piece in (x[:1], x[1:4], x[4:12], x[12:])])
-    wanted = part.decoded().T
-    assert torch.equal(found, wanted) if bits == 2 else float((found - wanted).abs().max()) < 1e-6
+    actual = torch.cat([dispatch.linear(piece, [part], None, None) for piece in (x[:1], x[1:4], x[4:12], x[12:])])
+    expected = part.decoded().T
+    assert torch.equal(actual, expected) if bits == 2 else float((actual - expected).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,13 +91,13 @@ def test_inputs_that_are_not_contiguous(rows):
 
 
 def test_more_threads_than_rows():
-    before = torch.get_num_threads()
+    original = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
         check(part_of(3, 512), random(1, 4096))
         check(part_of(4, 512, rotated=4), random(2, 4096))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 @pytest.mark.parametrize("rotated", [None, 16])
@@ -156,5 +158,5 @@ def test_signs_of_rotated_rows_are_those_of_the_part():
     part = part_of(2, 1, rotated=2)
     x = random(1, 8)
     (a, b), signs = (x @ part.decoded().T * part.scale)[0], signs_of(2, 0)
-    wanted = torch.stack([a + b, a - b]) / 2**0.5 * signs
-    torch.testing.assert_close(dispatch.linear(x, [part], None, None)[0], wanted)
+    expected = torch.stack([a + b, a - b]) / 2**0.5 * signs
+    torch.testing.assert_close(dispatch.linear(x, [part], None, None)[0], expected)

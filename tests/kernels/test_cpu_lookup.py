@@ -22,8 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the sizes of the terms, in the dtype of the output
 
 
-def part_of(rows, runs, bits, length=1, count=1, own=True, scaled=False, dtype=torch.float32, seed=0):
-    books = random(rows if own else 1, count, 2**bits, length, seed=seed).to(dtype)
+def part_of(rows, runs, bits, length=1, count=1, own_values=True, scaled=False, dtype=torch.float32, seed=0):
+    books = random(rows if own_values else 1, count, 2**bits, length, seed=seed).to(dtype)
     generator = torch.Generator().manual_seed(seed + 1)
     indices = torch.randint(2**bits, (rows, runs, count), generator=generator)
     return CodebookPart.of(indices, books, random(rows, seed=seed + 2).to(dtype) if scaled else None)
@@ -34,11 +34,11 @@ def check(part, batch, dtype, bias=False, seed=0):
     x, added = random(batch, width, seed=seed).to(dtype), random(rows, seed=seed + 3).to(dtype) if bias else None
     assert KERNEL.supports(part, x, None)
     weight = part.dense(torch.float32).double()
-    wanted = x.double() @ weight.T + (0 if added is None else added.double())
-    found = KERNEL.product(x, part, part.prepared(KERNEL), None, added)
-    assert found.dtype == dtype and found.shape == wanted.shape
+    expected = x.double() @ weight.T + (0 if added is None else added.double())
+    actual = KERNEL.product(x, part, part.prepared(KERNEL), None, added)
+    assert actual.dtype == dtype and actual.shape == expected.shape
     size = float(weight.abs().max()) * max(1.0, 3 * width**0.5)
-    assert float((found - wanted).abs().max() if batch else 0) <= NEAR[dtype] * max(1.0, size)
+    assert float((actual - expected).abs().max() if batch else 0) <= NEAR[dtype] * max(1.0, size)
 
 
 SHAPES = [
@@ -59,8 +59,8 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [0, 1, 3, 4, 8, 9, 40])
 def test_products_of_all_kinds_of_books_and_batch_sizes(chosen, batch, dtype):
-    for bits, length, count, own in SHAPES:
-        check(part_of(50, 176 // length, bits, length, count, own, scaled=length > 1), batch, dtype, bias=True)
+    for bits, length, count, own_values in SHAPES:
+        check(part_of(50, 176 // length, bits, length, count, own_values, scaled=length > 1), batch, dtype, bias=True)
 
 
 @settings(max_examples=80)
@@ -88,7 +88,7 @@ def test_which_calls_the_kernel_computes():
 
 
 def test_indexes_of_four_and_eight_bits_are_not_copied():
-    for part in (part_of(20, 64, 4), part_of(20, 64, 8, 4, 2, own=False)):
+    for part in (part_of(20, 64, 4), part_of(20, 64, 8, 4, 2, own_values=False)):
         assert part.prepared(KERNEL).words.data_ptr() == part.words.data_ptr()
     assert part_of(20, 64, 3).prepared(KERNEL).words.shape == (20, 32)
 
@@ -98,14 +98,14 @@ def test_nan_stays_nan(chosen):
     for batch in (1, 8, 30):
         x = random(batch, 64)
         x[0, 3] = float("nan")
-        found = dispatch.linear(x, [part], None, None)
-        assert bool(found[0].isnan().all()) and not bool(found[1:].isnan().any())
+        actual = dispatch.linear(x, [part], None, None)
+        assert bool(actual[0].isnan().all()) and not bool(actual[1:].isnan().any())
 
 
 def test_the_library_checks_the_sizes_of_books():
     wrong = {"entries": 3, "length": 3, "books": 0, "tables": 7, "stride": 1, "table": None}
     for name, value in wrong.items():
-        packed = part_of(20, 64, 8, 4, own=False).prepared(KERNEL)
+        packed = part_of(20, 64, 8, 4, own_values=False).prepared(KERNEL)
         setattr(packed.weight, name, value)
         with pytest.raises(AssertionError, match="do not fit together"):
             product(random(1, 256), packed, None)
@@ -116,6 +116,6 @@ def test_a_compiled_layer_calls_the_kernel():
     layer = CompressedLinear(part_of(32, 32, 4), None)
     x = random(1, 32)
     with torch.no_grad():
-        wanted = layer(x)
+        expected = layer(x)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), wanted)
+        torch.testing.assert_close(compiled(x), expected)

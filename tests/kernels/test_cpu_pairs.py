@@ -30,12 +30,12 @@ def part_of(rows, width, group="channel", dtype=torch.float32, seed=0):
 def test_every_byte_stands_for_its_pair(chosen):
     """Also pairs that no pass writes: two victims, and an outlier of zero."""
     part = PairsPart.of(torch.arange(256)[:, None] // torch.tensor([1, 16]) % 16, torch.ones(256, 1), "channel")
-    found = dispatch.linear(torch.eye(2), [part], None, None)
-    assert torch.equal(found, part.dense(torch.float32).T)
+    actual = dispatch.linear(torch.eye(2), [part], None, None)
+    assert torch.equal(actual, part.dense(torch.float32).T)
     assert (
-        found[:, 0x87].tolist() == [96, 0]
-        and found[:, 0x98].tolist() == [0, -12]
-        and found[:, 0xF1].tolist() == [1, -1]
+        actual[:, 0x87].tolist() == [96, 0]
+        and actual[:, 0x98].tolist() == [0, -12]
+        and actual[:, 0xF1].tolist() == [1, -1]
     )
 
 

@@ -27,16 +27,16 @@ def weights_of(rows, width, share=0.1, dtype=torch.float32, seed=0):
 
 def test_each_weight_is_multiplied_at_its_place(chosen):
     """By hand: weight 2 at row 1, column 0, and 3 and 5 in row 2."""
-    held = {
+    stored = {
         "columns": torch.tensor([0, 0, 2]),
         "rows": torch.tensor([0, 0, 1, 3, 3]),
         "values": torch.tensor([2.0, 3, 5]),
     }
     part = OutliersPart(
-        OutliersScheme(3, "position"), (4, 3), {n: t if n == "values" else t.int() for n, t in held.items()}
+        OutliersScheme(3, "position"), (4, 3), {n: t if n == "values" else t.int() for n, t in stored.items()}
     )
-    found = dispatch.linear(torch.tensor([[1.0, 10, 100], [7, 8, 9]]), [part], None, torch.tensor([0.5, 0, 0, 0]))
-    assert found.tolist() == [[0.5, 2, 503, 0], [0.5, 14, 66, 0]]
+    actual = dispatch.linear(torch.tensor([[1.0, 10, 100], [7, 8, 9]]), [part], None, torch.tensor([0.5, 0, 0, 0]))
+    assert actual.tolist() == [[0.5, 2, 503, 0], [0.5, 14, 66, 0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,14 +68,14 @@ def test_inputs_that_are_not_contiguous():
 
 
 def test_more_threads_than_tiles_give_the_same_bits():
-    part, x, before = weights_of(2000, 300, 0.2), random(40, 300), torch.get_num_threads()
+    part, x, original = weights_of(2000, 300, 0.2), random(40, 300), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        wanted = dispatch.linear(x, [part], None, None)
+        expected = dispatch.linear(x, [part], None, None)
         torch.set_num_threads(7)
-        assert torch.equal(dispatch.linear(x, [part], None, None), wanted)
+        assert torch.equal(dispatch.linear(x, [part], None, None), expected)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 def test_which_calls_the_kernel_computes():
@@ -96,8 +96,8 @@ def test_beside_codes_whose_inputs_are_rounded():
         InputRounding.of(GRIDS["int8"]),
         random(5, 64),
     )
-    found = dispatch.linear(x, parts, rounding, None)
-    assert near(found, sum(exact(part, x, rounding, None) for part in parts), torch.float32)
+    actual = dispatch.linear(x, parts, rounding, None)
+    assert near(actual, sum(exact(part, x, rounding, None) for part in parts), torch.float32)
 
 
 @pytest.mark.parametrize(("name", "index", "value"), [("columns", 0, 64), ("columns", 0, -1), ("rows", 20, 10**6)])
@@ -121,8 +121,10 @@ def test_a_nan_reaches_the_outputs_that_have_a_weight_for_its_column(chosen):
     for batch in (1, 4, 30):
         x = random(batch, 64)
         x[0, 5] = torch.nan
-        found = dispatch.linear(x, [part], None, None)
-        assert torch.equal(found[0].isnan(), part.dense(torch.float32)[:, 5] != 0) and not bool(found[1:].isnan().any())
+        actual = dispatch.linear(x, [part], None, None)
+        assert torch.equal(actual[0].isnan(), part.dense(torch.float32)[:, 5] != 0) and not bool(
+            actual[1:].isnan().any()
+        )
 
 
 def test_a_compiled_layer_calls_the_kernel():

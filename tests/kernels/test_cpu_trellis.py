@@ -35,12 +35,12 @@ def part_of(
     generator = torch.Generator().manual_seed(seed)
     if codes is None:
         codes = torch.randint(256, (rows, columns * scheme.tile_bytes), generator=generator, dtype=torch.uint8)
-    held = {"codes": codes, "scale": (random(shape[0], seed=seed) * 0.02).to(dtype)}
+    stored = {"codes": codes, "scale": (random(shape[0], seed=seed) * 0.02).to(dtype)}
     if code == "hyb":
-        held["table"] = random(512, 2, seed=seed + 1).to(dtype)
+        stored["table"] = random(512, 2, seed=seed + 1).to(dtype)
     if rotated is not None:
-        held["signs"] = signs_of(shape[0], seed)
-    return TrellisPart(scheme, shape, held)
+        stored["signs"] = signs_of(shape[0], seed)
+    return TrellisPart(scheme, shape, stored)
 
 
 def suited(bits, code, tile):
@@ -59,16 +59,16 @@ def check_decoded(part):
     """Bit for bit. The factor of 1mad is in the scales of the kernel, which reads sums of bytes."""
     step = DEVIATION if part.scheme.code == "1mad" else 1
     part.scale.fill_(step)
-    wanted = part.decoded() * step
-    assert torch.equal(decoded(part), wanted.round() if step != 1 else wanted)
+    expected = part.decoded() * step
+    assert torch.equal(decoded(part), expected.round() if step != 1 else expected)
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_state_has_its_value(chosen, code):
     """All 2^16 states, each at the first place of a tile."""
     states = torch.arange(2**16)
-    rest = torch.randint(256, (2**16, 2), generator=torch.Generator().manual_seed(0))
-    codes = torch.cat([states[:, None] >> 8, states[:, None] & 255, rest], dim=1).to(torch.uint8)
+    remainder = torch.randint(256, (2**16, 2), generator=torch.Generator().manual_seed(0))
+    codes = torch.cat([states[:, None] >> 8, states[:, None] & 255, remainder], dim=1).to(torch.uint8)
     part = part_of(4096, 16, 2, 16, code, (1, 16), codes=codes.view(4096, -1))
     assert torch.equal(part.decoded()[:, ::16].flatten(), values_of(code, 16, part.table)[:, 0])
     check_decoded(part)
@@ -140,13 +140,13 @@ def test_inputs_that_are_not_contiguous(rotated):
 
 
 def test_more_threads_than_rows():
-    before = torch.get_num_threads()
+    original = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
         check(part_of(3, 256, tile=(1, 16)), random(1, 4096))
         check(part_of(1, 256, tile=(4, 16), rotated=4), random(2, 4096))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 @pytest.mark.parametrize("rotated", [None, 16])
@@ -218,15 +218,15 @@ def test_a_compiled_layer_calls_the_kernel(rotated):
 @pytest.mark.parametrize(("rotate", "kernel"), [("inputs", "cpu_packed"), ("both", "cpu_rotated")])
 @torch.no_grad()
 def test_a_checkpoint_is_computed_by_the_kernels(recipe, one_block, tmp_path, rotate, kernel):
-    asked = recipe(QTIP(states=6, rotate=rotate), model=one_block("llama"), eval=None, save={"format": "native"})
-    compress.run(asked, tmp_path, progress=False)
+    requested = recipe(QTIP(states=6, rotate=rotate), model=one_block("llama"), eval=None, save={"format": "native"})
+    compress.run(requested, tmp_path, progress=False)
     model, _ = compress.load(tmp_path)
     parts = [part for layer in model.modules() if isinstance(layer, CompressedLinear) for part in layer.parts]
     assert parts and all(part.kind == "trellis" for part in parts)
     ids = torch.arange(12)[None]
-    found = model(ids).logits
+    actual = model(ids).logits
     for part in parts:
         x = torch.zeros(1, part.shape[1])
         assert dispatch.kernel_name(part, x, None) == kernel and part.is_prepared(dispatch.kernel_for(part, x, None))
     with dispatch.plain_torch():
-        torch.testing.assert_close(found, model(ids).logits, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(actual, model(ids).logits, rtol=1e-3, atol=1e-4)

@@ -64,16 +64,16 @@ def part():
 
 @pytest.fixture
 def kernel(monkeypatch):
-    found = Watching()
-    monkeypatch.setattr(dispatch, "KERNELS", [found])
-    return found
+    actual = Watching()
+    monkeypatch.setattr(dispatch, "KERNELS", [actual])
+    return actual
 
 
 @pytest.fixture
 def layer():
-    found = CompressedLinear.of(nn.Linear(8, 5).requires_grad_(False))
-    found.put(quantize(found.weight, GRIDS["int8"]))
-    return found
+    actual = CompressedLinear.of(nn.Linear(8, 5).requires_grad_(False))
+    actual.put(quantize(actual.weight, GRIDS["int8"]))
+    return actual
 
 
 def test_the_first_that_supports_the_call(part, monkeypatch):
@@ -89,17 +89,17 @@ def test_without_kernels_it_is_the_reference(part, monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", [])
     x, rounding = torch.randn(2, 4), InputRounding.of(GRIDS["int8"])
     parts = [part, DensePart.of(torch.randn(3, 4))]
-    for asked in ((x, [part], None, None), (x, parts, rounding, torch.ones(3))):
-        assert torch.equal(dispatch.linear(*asked), reference.linear(*asked))
+    for requested in ((x, [part], None, None), (x, parts, rounding, torch.ones(3))):
+        assert torch.equal(dispatch.linear(*requested), reference.linear(*requested))
 
 
 def test_a_kernel_is_given_the_rounding_and_the_inputs_as_they_were(kernel, layer):
     rounding, x = InputRounding.of(GRIDS["int8"]), torch.randn(3, 8)
     layer.round_inputs(rounding)
-    found = layer(x)
-    [(given, by, bias)] = kernel.calls
-    assert given is x and by is rounding and bias is layer.bias
-    assert torch.equal(found, nn.functional.linear(rounding(x), layer.weight, layer.bias))
+    actual = layer(x)
+    [(inputs, by, bias)] = kernel.calls
+    assert inputs is x and by is rounding and bias is layer.bias
+    assert torch.equal(actual, nn.functional.linear(rounding(x), layer.weight, layer.bias))
 
 
 def test_a_part_is_prepared_once_and_again_when_it_has_moved(kernel, layer):
@@ -120,11 +120,11 @@ def test_a_part_is_prepared_once_and_again_when_it_has_moved(kernel, layer):
 
 
 def test_another_kernel_prepares_a_part_for_itself(kernel, layer, monkeypatch):
-    x, other = torch.randn(3, 8), Watching()
+    x, alternative = torch.randn(3, 8), Watching()
     layer(x)
-    monkeypatch.setattr(dispatch, "KERNELS", [other, kernel])
+    monkeypatch.setattr(dispatch, "KERNELS", [alternative, kernel])
     layer(x)
-    assert (len(kernel.prepared), len(other.prepared)) == (1, 1)
+    assert (len(kernel.prepared), len(alternative.prepared)) == (1, 1)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -132,10 +132,10 @@ def test_parts_that_no_kernel_takes_are_computed_by_the_reference_on_rounded_inp
     """The bias is added once, with the first part."""
     x, rounding, bias = torch.randn(3, 4), InputRounding.of(GRIDS["int8"]), torch.randn(3)
     parts = [part, DensePart.of(torch.randn(3, 4)), DensePart.of(torch.randn(3, 4))][::order]
-    found = dispatch.linear(x, parts, rounding, bias)
-    torch.testing.assert_close(found, reference.linear(x, parts, rounding, bias))
+    actual = dispatch.linear(x, parts, rounding, bias)
+    torch.testing.assert_close(actual, reference.linear(x, parts, rounding, bias))
     weight = sum(part.dense(torch.float32) for part in parts)
-    torch.testing.assert_close(found, rounding(x) @ weight.T + bias, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(actual, rounding(x) @ weight.T + bias, rtol=1e-5, atol=1e-4)
     assert len(kernel.calls) == 1 and kernel.calls[0][0] is x
 
 
@@ -156,17 +156,17 @@ for name in sys.argv[1:]:
 
 def test_every_module_may_be_imported_first():
     """No two modules wait for each other: each is imported in a process in which none of the package was."""
-    found = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-    modules = [name for name in found if not name.endswith("._native")]
+    actual = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    modules = [name for name in actual if not name.endswith("._native")]
     if importlib.util.find_spec("triton") is None:
         modules.remove("compress.kernels.triton.programs")
     assert {"compress.kernels.cpu.packed", "compress.kernels.triton.codes"} <= set(modules)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", FIRST, *modules],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stderr == ""
+    assert completed.stderr == ""

@@ -29,8 +29,8 @@ FOREIGN = {"x86_64": "neon", "AMD64": "neon"}.get(platform.machine(), "avx2")
 def test_the_sets_are_those_that_the_processor_has():
     line = next(line for line in CPUINFO.read_text().splitlines() if line.startswith(("flags", "Features")))
     has = set(line.split(":")[1].split())
-    wanted = [name for name, needs in NEEDS[platform.machine()].items() if needs <= has]
-    assert [*wanted, "generic"] == SETS
+    expected = [name for name, needs in NEEDS[platform.machine()].items() if needs <= has]
+    assert [*expected, "generic"] == SETS
 
 
 class Machine:
@@ -42,7 +42,7 @@ class Machine:
         self.compress_use = lambda name: self.used.append(name.decode()) or -(name.decode() not in sets.split(","))
 
     def __getattr__(self, name):
-        self.__dict__[name] = function = lambda *given: 0
+        self.__dict__[name] = function = lambda *inputs: 0
         return function
 
 
@@ -50,13 +50,13 @@ class Machine:
 def machine(monkeypatch):
     """Makes the library that of a machine with the given sets, and COMPRESS_KERNELS what it should be."""
 
-    def of(sets, wanted=""):
-        found = Machine(sets)
-        monkeypatch.setattr(ctypes, "CDLL", lambda path: found)
+    def of(sets, expected=""):
+        actual = Machine(sets)
+        monkeypatch.setattr(ctypes, "CDLL", lambda path: actual)
         monkeypatch.setattr(module, "built", lambda: "_native.so")
-        monkeypatch.setenv("COMPRESS_KERNELS", wanted)
+        monkeypatch.setenv("COMPRESS_KERNELS", expected)
         library.cache_clear()
-        return found
+        return actual
 
     yield of
     monkeypatch.undo()
@@ -77,9 +77,9 @@ ARM = "neon_bf16,neon_dotprod,neon,generic"
     ],
 )
 def test_the_best_set_or_the_one_that_is_asked_for(machine, sets, wanted, used):
-    found = machine(sets, wanted)
+    actual = machine(sets, wanted)
     assert instruction_set() == used
-    assert found.used == ([wanted] if wanted else [])
+    assert actual.used == ([wanted] if wanted else [])
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_the_sets_of_another_processor_are_not_in_the_library(monkeypatch):
     monkeypatch.setenv("COMPRESS_KERNELS", FOREIGN)
     library.cache_clear()
     try:
-        known = ", ".join(SETS)
-        with pytest.raises(RecipeError, match=f"={FOREIGN} is not available here; use one of {known}, or none"):
+        known_values = ", ".join(SETS)
+        with pytest.raises(RecipeError, match=f"={FOREIGN} is not available here; use one of {known_values}, or none"):
             library()
     finally:
         monkeypatch.undo()
@@ -114,22 +114,22 @@ def test_the_sets_of_another_processor_are_not_in_the_library(monkeypatch):
 @pytest.mark.parametrize("variable", ["CROSS_CXX", "QEMU"])
 def test_what_the_check_in_an_emulator_needs(variable):
     tools = {"CROSS_CXX": "sh", "QEMU": "sh"} | {variable: "a-tool-that-nobody-has"}
-    done = subprocess.run(
+    completed = subprocess.run(
         ["make", "-C", ROOT, "test-neon", *(f"{name}={tool}" for name, tool in tools.items())],
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0
+    assert completed.returncode != 0
     needs = "cmake" if shutil.which("cmake") is None else "a-tool-that-nobody-has"
-    assert f"make test-neon needs {needs}, which is not there; on Debian: apt-get install" in done.stderr
+    assert f"make test-neon needs {needs}, which is not there; on Debian: apt-get install" in completed.stderr
 
 
 def configured(folder, *options, **environment):
     """What CMake prints when it prepares a build."""
     command = ["cmake", "-S", ROOT, "-B", folder, *options]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def compiler(folder, name, refuses):
@@ -191,6 +191,6 @@ def test_every_entry_point_and_set_of_this_machine(tmp_path):
         ],
         check=True,
     )
-    done = subprocess.run([program, built(), ",".join(SETS)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("outputs compared, 0 failures\n")
+    completed = subprocess.run([program, built(), ",".join(SETS)], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.endswith("outputs compared, 0 failures\n")

@@ -40,8 +40,8 @@ def test_which_calls_it_takes(everywhere, dtype):
 
 def test_which_weights_it_takes(everywhere):
     x = random(3, 64).half()
-    for other in (kept(rows=24), kept(n=1), kept(n=4, m=8), kept(dtype=torch.float32)):
-        assert not KERNEL.supports(other, x, None)
+    for alternative in (kept(rows=24), kept(n=1), kept(n=4, m=8), kept(dtype=torch.float32)):
+        assert not KERNEL.supports(alternative, x, None)
     assert not KERNEL.supports(kept(width=40), random(3, 40).half(), None)
     mask = random_mask(32, 64, 0.5)
     assert not KERNEL.supports(

@@ -30,12 +30,12 @@ def test_the_reference_is_the_product_with_the_masked_weight(rows, width, part, 
     x = torch.randn(3, 2, width, generator=torch.Generator().manual_seed(seed))
     bias = torch.arange(float(rows))
     weight = torch.randn(rows, width) * mask
-    whole = pruned(mask, "int3", 7, False, seed)
+    full = pruned(mask, "int3", 7, False, seed)
     with patch.object(sparse, "PART", part):
         floats = SparsePart.of(DensePart.of(weight), PackedMask.of(mask))
         assert near(dispatch.linear(x, [floats], None, bias), torch.nn.functional.linear(x, weight, bias))
-        only = SparsePart.of(whole, PackedMask.of(mask))
-        assert near(dispatch.linear(x, [only], None, bias), dispatch.linear(x, [whole], None, bias))
+        only = SparsePart.of(full, PackedMask.of(mask))
+        assert near(dispatch.linear(x, [only], None, bias), dispatch.linear(x, [full], None, bias))
 
 
 def test_temporaries_are_those_of_a_part(monkeypatch):
@@ -43,21 +43,21 @@ def test_temporaries_are_those_of_a_part(monkeypatch):
     mask = regular_mask(512, 256, 2, 4)
     only = SparsePart.of(pruned(mask, "int3", 32, False), PackedMask.of(mask))
     monkeypatch.setattr(sparse, "PART", 1024)
-    wanted = only.dense(torch.float32)
+    expected = only.dense(torch.float32)
 
     class Sizes(torch.overrides.TorchFunctionMode):
         largest = 0
 
         def __torch_function__(self, function, types, arguments=(), options=None):
-            found = function(*arguments, **(options or {}))
+            actual = function(*arguments, **(options or {}))
             name = getattr(function, "__name__", "")
-            if isinstance(found, torch.Tensor) and not found._is_view() and name not in ("empty", "__get__"):
-                self.largest = max(self.largest, found.numel())
-            return found
+            if isinstance(actual, torch.Tensor) and not actual._is_view() and name not in ("empty", "__get__"):
+                self.largest = max(self.largest, actual.numel())
+            return actual
 
     with Sizes() as sizes:
-        found = only.dense(torch.float32)
-    assert torch.equal(found, wanted)
+        actual = only.dense(torch.float32)
+    assert torch.equal(actual, expected)
     assert 0 < sizes.largest <= 512 * 8  # the scales are that many; the weight has 131072
 
 
@@ -74,8 +74,8 @@ class ForCodes:
 
 def test_kernels_for_whole_codes_never_see_kept_ones(monkeypatch):
     mask = regular_mask(3, 8, 2, 4)
-    whole = pruned(mask, "int4", 4, True)
-    only, x = SparsePart.of(whole, PackedMask.of(mask, (2, 4))), torch.ones(2, 8)
+    full = pruned(mask, "int4", 4, True)
+    only, x = SparsePart.of(full, PackedMask.of(mask, (2, 4))), torch.ones(2, 8)
     monkeypatch.setattr(dispatch, "KERNELS", [ForCodes()])
-    assert bool((dispatch.linear(x, [whole], None, None) == 7).all())
-    assert near(dispatch.linear(x, [only], None, None), reference.linear(x, [whole], None, None))
+    assert bool((dispatch.linear(x, [full], None, None) == 7).all())
+    assert near(dispatch.linear(x, [only], None, None), reference.linear(x, [full], None, None))

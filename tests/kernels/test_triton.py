@@ -72,17 +72,17 @@ def part_of(rows, width, grid, group, symmetric=True, seed=0, dtype=torch.float3
 def check(part, x, rounding=None, bias=None):
     """The call of the kernel is the product in float64 of the numbers that the reference multiplies."""
     assert KERNEL.supports(part, x, rounding)
-    found = dispatch.linear(x, [part], rounding, bias)
-    given = (x if rounding is None else rounding(x)).double()
+    actual = dispatch.linear(x, [part], rounding, bias)
+    inputs = (x if rounding is None else rounding(x)).double()
     weight = part.dense(torch.float32).double()
-    wanted = given @ weight.T + (0 if bias is None else bias.double())
-    assert found.dtype == x.dtype and found.shape == wanted.shape and found.device == x.device
+    expected = inputs @ weight.T + (0 if bias is None else bias.double())
+    assert actual.dtype == x.dtype and actual.shape == expected.shape and actual.device == x.device
     if x.numel():
-        terms = (given.square() @ weight.square().T).sqrt().max()
-        apart = (found.double() - wanted).abs().max()
+        terms = (inputs.square() @ weight.square().T).sqrt().max()
+        apart = (actual.double() - expected).abs().max()
         # sums of products of 8-bit floats have some 14 bits on GPUs of compute capability 9.0
         near = 1e-3 if rounding is not None and rounding.scheme.grid.name.startswith("fp8") else 0
-        assert float(apart) <= max(near, NEAR[x.dtype]) * max(float(wanted.abs().max()), float(terms), 1e-6)
+        assert float(apart) <= max(near, NEAR[x.dtype]) * max(float(expected.abs().max()), float(terms), 1e-6)
 
 
 def test_a_product_by_hand():
@@ -149,10 +149,10 @@ def test_all_numbers_of_a_grid(grid):
     kind = GRIDS[grid]
     codes = torch.arange(2**kind.bits, dtype=torch.uint8)
     part = CodesPart.of(Codes(codes[:, None], torch.ones(len(codes), 1), None, kind, "channel")).to(DEVICE)
-    wanted = part.dense(torch.float32)
+    expected = part.dense(torch.float32)
     for batch in (1, 2):
-        found = dispatch.linear(torch.ones(batch, 1, device=DEVICE), [part], None, None)
-        torch.testing.assert_close(found, wanted.T.expand(batch, -1), rtol=0, atol=0, equal_nan=True)
+        actual = dispatch.linear(torch.ones(batch, 1, device=DEVICE), [part], None, None)
+        torch.testing.assert_close(actual, expected.T.expand(batch, -1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("grid", ["mxfp4", "nvfp4"])
@@ -170,8 +170,8 @@ def test_codes_of_inputs_are_those_of_the_reference(inputs, dtype):
     if DEVICE.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter cuts bits off in a conversion to bfloat16, where GPUs round")
     kind = INT8 if inputs is INT8 else inputs
-    one = kind.encode(torch.eye(40), torch.ones(()), None).to(torch.int8 if kind is INT8 else torch.uint8)
-    part = CodesPart.of(Codes(one, torch.ones(40, 1), None, kind, "channel")).to(DEVICE)
+    single = kind.encode(torch.eye(40), torch.ones(()), None).to(torch.int8 if kind is INT8 else torch.uint8)
+    part = CodesPart.of(Codes(single, torch.ones(40, 1), None, kind, "channel")).to(DEVICE)
     x = random(12, 40, seed=3)
     x[1], x[2], x[3, :8] = 0, x[2] * 1e-7, torch.arange(8.0) + 0.5
     x[3, 9], x[4] = 127.5, x[4] * 3e4
@@ -259,27 +259,29 @@ def test_sums_of_splits():
 
 def test_counters_of_calls_that_may_run_at_once_are_apart():
     counters = Counters(DEVICE)
-    first, second = counters.of_stream(1, 10), counters.of_stream(2, 10)
-    assert first.data_ptr() != second.data_ptr() and counters.of_stream(1, 7).data_ptr() == first.data_ptr()
+    first_result, second = counters.of_stream(1, 10), counters.of_stream(2, 10)
+    assert (
+        first_result.data_ptr() != second.data_ptr() and counters.of_stream(1, 7).data_ptr() == first_result.data_ptr()
+    )
     assert len(counters.of_stream(1, 5000)) >= 5000  # more tiles
     graphs = [counters.of_graph(tiles) for tiles in (3, 4)]
-    assert [len(each) for each in graphs] == [3, 4] and graphs[1].data_ptr() == graphs[0].data_ptr() + 3 * 4
+    assert [len(item) for item in graphs] == [3, 4] and graphs[1].data_ptr() == graphs[0].data_ptr() + 3 * 4
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_replays_beside_other_calls():
     """A graph of split products gives the bits of its first call, while calls on another stream count, too."""
     part, x = part_of(300, 4096, "int4", 128), here(3, 4096, dtype=torch.bfloat16)
-    wanted, graph = dispatch.linear(x, [part], None, None), torch.cuda.CUDAGraph()
+    expected, graph = dispatch.linear(x, [part], None, None), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [dispatch.linear(x, [part], None, None) for _ in range(5)]
-    other = torch.cuda.Stream()
+        actual = [dispatch.linear(x, [part], None, None) for _ in range(5)]
+    alternative = torch.cuda.Stream()
     for _ in range(50):
         graph.replay()
-        with torch.cuda.stream(other):
+        with torch.cuda.stream(alternative):
             eager = dispatch.linear(x, [part], None, None)
         torch.cuda.synchronize()
-        assert all(torch.equal(each, wanted) for each in (*found, eager))
+        assert all(torch.equal(item, expected) for item in (*actual, eager))
 
 
 def test_forgotten_weights_are_freed_at_once():
@@ -316,8 +318,8 @@ def test_which_calls_are_left_to_torch(monkeypatch):
     assert not KERNEL.supports(part, x.double(), None)
     assert not KERNEL.supports(part, here(2, 32).requires_grad_(), None)
     assert not KERNEL.supports(DensePart.of(here(8, 32)), x, None)
-    kept = SparsePart.of(part_of(8, 32, "int4", 16).cpu(), PackedMask.of(torch.ones(8, 32, dtype=torch.bool)))
-    assert not KERNEL.supports(kept, x, None)
+    remaining = SparsePart.of(part_of(8, 32, "int4", 16).cpu(), PackedMask.of(torch.ones(8, 32, dtype=torch.bool)))
+    assert not KERNEL.supports(remaining, x, None)
     monkeypatch.setattr(KERNEL, "device", "meta")
     assert not KERNEL.supports(part, x, None)
 
@@ -355,8 +357,8 @@ def test_a_layer_compiles_to_one_graph(rounding):
     layer, x = CompressedLinear(quantize(random(48, 64), GRIDS["int4"], 32), random(48)).to(DEVICE), here(2, 64)
     layer.round_inputs(rounding)
     with torch.no_grad():
-        wanted = layer(x)
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
+        expected = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
 
 
 def test_the_operator_is_registered():
@@ -368,27 +370,27 @@ def test_the_operator_is_registered():
 @torch.no_grad()
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_packed_model(pico_model, monkeypatch, rounded):
-    known = (
+    known_values = (
         {"weights": "int8", "group_size": "channel", "activations": "int8"}
         if rounded
         else {"weights": "int4", "group_size": 32}
     )
-    model = compress.apply(pico_model, RTN(**known)).to(DEVICE)
+    model = compress.apply(pico_model, RTN(**known_values)).to(DEVICE)
     layers = [module for module in model.modules() if isinstance(module, CompressedLinear)]
     calls = []
     monkeypatch.setattr(type(KERNEL), "product", watched(type(KERNEL).product, calls))
     ids = torch.arange(1, 4, device=DEVICE).view(1, -1)
     with dispatch.plain_torch():
-        wanted = model(ids).logits
+        expected = model(ids).logits
     assert not calls
-    torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     assert len(calls) == len(layers) > 0
 
 
 def watched(product, calls):
-    def watching(self, x, *rest):
+    def watching(self, x, *remainder):
         calls.append(x)
-        return product(self, x, *rest)
+        return product(self, x, *remainder)
 
     return watching
 
@@ -449,7 +451,7 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block
 
 
 @pytest.mark.parametrize(
-    "capability,names", [(89, SOME), *(pytest.param(each, CASES, marks=pytest.mark.slow) for each in SHARED_MEMORY)]
+    "capability,names", [(89, SOME), *(pytest.param(item, CASES, marks=pytest.mark.slow) for item in SHARED_MEMORY)]
 )
 def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     """Triton compiles them to machine code without a GPU, which the interpreter does not; they fit into its memory.
@@ -460,7 +462,7 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), settings.get("PYTHONPATH", "")])
     settings["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_programs.py"), str(capability)],
         input="\n".join(json.dumps(case | {"shared": SHARED_MEMORY[capability]}) for case in cases),
         env=settings,
@@ -468,8 +470,8 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    actual = [json.loads(line) for line in completed.stdout.splitlines()]
     programs = {"product", "round_rows", "vector"}
-    assert programs <= {each["program"] for each in found} <= programs | {"weights"}
-    assert all(each["shared"] <= SHARED_MEMORY[capability] and each["spilled"] <= 256 for each in found), found
+    assert programs <= {item["program"] for item in actual} <= programs | {"weights"}
+    assert all(item["shared"] <= SHARED_MEMORY[capability] and item["spilled"] <= 256 for item in actual), actual

@@ -38,48 +38,48 @@ def problem(rows, columns, shared, zeros, masked, seed, bits=4, device="cpu"):
 
 def expected(state, matrix, grid, keep, old=None, pivots=None):
     """(codes, values, moves, wanted) column by column in plain torch."""
-    state, found = state.clone(), []
+    state, actual = state.clone(), []
     for i in range(len(state)):
         scale, zero = grid.scale, 0 if grid.zero is None else grid.zero
         if scale.dim() == 2:
             scale, zero = scale[i], zero if grid.zero is None else zero[i]
-        wanted = state[i] if old is None else old[i] + state[i] / pivots[i]
-        wanted = wanted if keep is None else wanted * keep[i]
-        codes = (wanted / scale + zero).round().clamp(grid.lowest, grid.highest)
+        expected = state[i] if old is None else old[i] + state[i] / pivots[i]
+        expected = expected if keep is None else expected * keep[i]
+        codes = (expected / scale + zero).round().clamp(grid.lowest, grid.highest)
         value = (codes - zero) * scale
         move = state[i] - value if old is None else value - old[i]
         state[i + 1 :] -= matrix[i, i + 1 :, None] * move
-        found.append((codes, value, move, wanted))
-    return [torch.stack(each) for each in zip(*found, strict=True)]
+        actual.append((codes, value, move, expected))
+    return [torch.stack(item) for item in zip(*actual, strict=True)]
 
 
-def same(found, wanted):
+def same(actual, expected):
     """All rows but those in which the last bit of a sum decided a code."""
-    agree = (found.codes == wanted[0]).all(0)
+    agree = (actual.codes == expected[0]).all(0)
     assert agree.float().mean() > 0.9 or agree.numel() - int(agree.sum()) <= 1
-    for mine, other in zip((found.values, found.moves, found.targets), wanted[1:], strict=True):
-        assert mine is None or torch.allclose(mine[:, agree], other[:, agree], rtol=1e-4, atol=1e-4)
+    for mine, alternative in zip((actual.values, actual.moves, actual.targets), expected[1:], strict=True):
+        assert mine is None or torch.allclose(mine[:, agree], alternative[:, agree], rtol=1e-4, atol=1e-4)
 
 
 def check_nan(device="cpu"):
     """A NaN stays in its row, and in the columns from its own on."""
     state, matrix, grid, keep = problem(40, 40, True, False, False, 1, device=device)
     state[2, 4] = torch.nan
-    found = native.sweep(state, matrix, grid, keep)
-    assert found.codes[2:, 4].isnan().all() and found.values[2:, 4].isnan().all()
-    others = [row for row in range(40) if row != 4]
-    assert not found.values[:, others].isnan().any() and not found.values[:2].isnan().any()
+    actual = native.sweep(state, matrix, grid, keep)
+    assert actual.codes[2:, 4].isnan().all() and actual.values[2:, 4].isnan().all()
+    alternatives = [row for row in range(40) if row != 4]
+    assert not actual.values[:, alternatives].isnan().any() and not actual.values[:2].isnan().any()
 
 
 def check_layouts(device="cpu"):
     """Tensors that are not contiguous, and some without elements."""
     state, matrix, grid, keep = problem(20, 6, False, True, True, 2, device=device)
-    wanted = native.sweep(state, matrix, grid, keep)
+    expected = native.sweep(state, matrix, grid, keep)
     turned = replace(grid, scale=grid.scale.T.contiguous().T, zero=grid.zero.T.contiguous().T)
     wide = torch.cat([matrix, matrix], dim=1)
     for given_matrix in (matrix.T.contiguous().T, wide[:, :6]):
-        found = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
-        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.moves, wanted.moves)
+        actual = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
+        assert torch.equal(actual.codes, expected.codes) and torch.equal(actual.moves, expected.moves)
     ones = torch.ones(20, device=device)
     assert native.sweep(state[:, :0], matrix, Integers(-8, 7, ones[:0])).codes.shape == (6, 0)
     assert native.sweep(state[:0], matrix[:0, :0], Integers(-8, 7, ones)).codes.shape == (0, 20)
@@ -96,14 +96,14 @@ def check_gptq(plain, symmetric, group, order, regroup, masked, device="cpu"):
 
     def compute():
         rule = round_columns(weight, factor, options, mask, columns, regroup, record_targets=True)
-        kept = weight if mask is None else weight * mask
-        return rule, refined(kept, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
+        remaining = weight if mask is None else weight * mask
+        return rule, refined(remaining, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
 
-    (mine, better), (other, wanted) = compute(), plain(compute)
-    rows = (mine.codes.codes == other.codes.codes).all(1) & (better.codes == wanted.codes).all(1)
+    (mine, better), (alternative, expected) = compute(), plain(compute)
+    rows = (mine.codes.codes == alternative.codes.codes).all(1) & (better.codes == expected.codes).all(1)
     assert rows.float().mean() > 0.8
-    assert torch.allclose(mine.targets[rows], other.targets[rows], rtol=1e-3, atol=1e-3)
-    assert torch.allclose(better.dense()[rows], wanted.dense()[rows], rtol=1e-3, atol=1e-4)
+    assert torch.allclose(mine.targets[rows], alternative.targets[rows], rtol=1e-3, atol=1e-3)
+    assert torch.allclose(better.dense()[rows], expected.dense()[rows], rtol=1e-3, atol=1e-4)
 
 
 def check_search(plain, symmetric, device="cpu"):
@@ -113,7 +113,7 @@ def check_search(plain, symmetric, device="cpu"):
     def search():
         return WeightedSearch(parts, importance, GRIDS["int4"], symmetric, torch.float32, None, signed=True).best()
 
-    (scale, zero), (wanted, wanted_zero) = search(), plain(search)
-    agree = torch.isclose(scale, wanted, rtol=1e-5)
+    (scale, zero), (expected, wanted_zero) = search(), plain(search)
+    agree = torch.isclose(scale, expected, rtol=1e-5)
     assert agree.float().mean() > 0.95 and (zero is None) == symmetric
     assert zero is None or torch.equal(zero[agree], wanted_zero[agree])

@@ -22,9 +22,9 @@ COUNTS = st.sampled_from([1, 2, 15, 16, 17, 33, 64])
 @given(COUNTS, COUNTS, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_sweep_is_that_of_plain_torch(rows, columns, shared, zeros, masked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed)
-    before = state.clone()
+    original = state.clone()
     same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
-    assert torch.equal(state, before)
+    assert torch.equal(state, original)
 
 
 @settings(max_examples=60)
@@ -32,9 +32,9 @@ def test_a_sweep_is_that_of_plain_torch(rows, columns, shared, zeros, masked, se
 def test_a_descent_is_that_of_plain_torch(rows, columns, shared, zeros, masked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed)
     old, pivots = random(columns, rows, seed=seed + 6), 1 + random(columns, seed=seed + 7).abs()
-    found = native.descend(state, old, matrix, pivots, grid, keep)
-    same(found, expected(state, matrix, grid, keep, old, pivots))
-    assert found.targets is None
+    actual = native.descend(state, old, matrix, pivots, grid, keep)
+    same(actual, expected(state, matrix, grid, keep, old, pivots))
+    assert actual.targets is None
 
 
 @settings(max_examples=60)
@@ -45,11 +45,11 @@ def test_sums_of_groups(rows, groups, size, zeros, summed, seed):
     zero = random(rows, groups, seed=seed + 3).mul(2).round() if zeros else None
     level = (weight / scale[..., None] + (0 if zero is None else zero[..., None])).round().clamp(-8, 7)
     level = level - (0 if zero is None else zero[..., None])
-    wanted = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
-    found = native.group_sums(weight, importance, Integers(-8, 7, scale, zero), summed)
-    assert len(found) == len(wanted)
-    for mine, other in zip(found, wanted, strict=True):
-        assert torch.allclose(mine, (importance * other).sum(-1), rtol=1e-4, atol=1e-4)
+    expected = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
+    actual = native.group_sums(weight, importance, Integers(-8, 7, scale, zero), summed)
+    assert len(actual) == len(expected)
+    for mine, alternative in zip(actual, expected, strict=True):
+        assert torch.allclose(mine, (importance * alternative).sum(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_every_instruction_set(chosen):
@@ -65,8 +65,8 @@ def test_every_instruction_set(chosen):
 
 def test_ties_go_to_the_even_code(chosen):
     state = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 7.5, 100.0, -100.0]])
-    found = native.sweep(state, torch.zeros(1, 1), Integers(-8, 7, torch.ones(8)))
-    assert found.codes.tolist() == [[0, 2, 2, 0, -2, 7, 7, -8]]
+    actual = native.sweep(state, torch.zeros(1, 1), Integers(-8, 7, torch.ones(8)))
+    assert actual.codes.tolist() == [[0, 2, 2, 0, -2, 7, 7, -8]]
 
 
 def test_nan_stays_in_its_row(chosen):
@@ -79,12 +79,12 @@ def test_tensors_that_are_not_contiguous_and_none_at_all():
 
 def test_more_threads_than_rows():
     state, matrix, grid, keep = problem(33, 200, False, False, False, 3)
-    wanted, before = native.sweep(state, matrix / 20, grid, keep), torch.get_num_threads()
+    expected, original = native.sweep(state, matrix / 20, grid, keep), torch.get_num_threads()
     try:
         torch.set_num_threads(8)
-        assert torch.equal(native.sweep(state, matrix / 20, grid, keep).codes, wanted.codes)
+        assert torch.equal(native.sweep(state, matrix / 20, grid, keep).codes, expected.codes)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -133,7 +133,7 @@ def test_the_library_checks_the_sizes_of_columns(name, value):
         "threads": 1,
     }
     call = library().compress_round_columns
-    assert call(ctypes.addressof(first := Columns(**good))) == 0 and first
+    assert call(ctypes.addressof(first_result := Columns(**good))) == 0 and first_result
     assert call(ctypes.addressof(wrong := Columns(**good | {name: value}))) == -1 and wrong
 
 
@@ -145,7 +145,7 @@ def test_the_library_checks_the_sizes_of_groups(name, value):
     fields = dict.fromkeys(("weights", "scale", "importance", "error", "squares", "products"), pointer(x))
     good = {**fields, "rows": 2, "groups": 3, "size": 4, "lowest": -8, "highest": 7, "threads": 1}
     call = library().compress_sum_groups
-    assert call(ctypes.addressof(first := Groups(**good))) == 0 and first
+    assert call(ctypes.addressof(first_result := Groups(**good))) == 0 and first_result
     assert call(ctypes.addressof(wrong := Groups(**good | {name: value}))) == -1 and wrong
 
 

@@ -53,10 +53,10 @@ def here(*shape, seed=0):
 @given(ROWS, COUNTS, BITS, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, asked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
-    before = state.clone()
-    found = native.sweep(state, matrix, grid, keep, with_targets=asked)
-    same(found, expected(state, matrix, grid, keep))
-    assert torch.equal(state, before) and (found.targets is None) != asked
+    original = state.clone()
+    actual = native.sweep(state, matrix, grid, keep, with_targets=asked)
+    same(actual, expected(state, matrix, grid, keep))
+    assert torch.equal(state, original) and (actual.targets is None) != asked
 
 
 @settings(max_examples=25)
@@ -64,9 +64,9 @@ def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, mask
 def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
     old, pivots = here(columns, rows, seed=seed + 6), 1 + here(columns, seed=seed + 7).abs()
-    found = native.descend(state, old, matrix, pivots, grid, keep)
-    same(found, expected(state, matrix, grid, keep, old, pivots))
-    assert found.targets is None
+    actual = native.descend(state, old, matrix, pivots, grid, keep)
+    same(actual, expected(state, matrix, grid, keep, old, pivots))
+    assert actual.targets is None
 
 
 @pytest.mark.parametrize("tile", [(16, 1, 16, 16), (64, 2, 32, 16), (32, 1, 16, 128)])
@@ -93,12 +93,12 @@ def test_sums_of_groups(rows, groups, size, bits, zeros, summed, seed):
     shift = 0 if zero is None else zero[..., None]
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     level = (weight / scale[..., None] + shift).round().clamp(lowest, highest) - shift
-    wanted = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
+    expected = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
     turned = weight.transpose(0, 2).contiguous().transpose(0, 2)
-    found = native.group_sums(turned, importance, Integers(lowest, highest, scale, zero), summed)
-    assert len(found) == len(wanted)
-    for mine, other in zip(found, wanted, strict=True):
-        assert torch.allclose(mine, (importance * other).sum(-1), rtol=1e-4, atol=1e-3)
+    actual = native.group_sums(turned, importance, Integers(lowest, highest, scale, zero), summed)
+    assert len(actual) == len(expected)
+    for mine, alternative in zip(actual, expected, strict=True):
+        assert torch.allclose(mine, (importance * alternative).sum(-1), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.skipif(library() is None or DEVICE.type != "cpu", reason="the interpreter and C++ on the same tensors")
@@ -117,27 +117,27 @@ def test_the_programs_and_the_library_agree(monkeypatch):
 
     *mine, sums = compute()
     monkeypatch.setattr(gpu_columns, "DEVICE", "cuda")
-    *others, wanted = compute()
-    for found, other in zip(mine, others, strict=True):
-        same(found, [other.codes, other.values, other.moves, other.targets])
-    for found, other in zip(sums, wanted, strict=True):
-        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-4)
+    *alternatives, expected = compute()
+    for actual, alternative in zip(mine, alternatives, strict=True):
+        same(actual, [alternative.codes, alternative.values, alternative.moves, alternative.targets])
+    for actual, alternative in zip(sums, expected, strict=True):
+        torch.testing.assert_close(actual, alternative, rtol=1e-5, atol=1e-4)
 
 
 def test_ties_go_to_the_even_code_and_a_scale_of_zero_to_the_ends():
     state = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 7.5, 100.0, -100.0, torch.inf, 1.0, -1.0, 0.0]], device=DEVICE)
     scale = torch.tensor([1.0] * 9 + [0.0] * 3, device=DEVICE)
-    found = native.sweep(state, torch.zeros(1, 1, device=DEVICE), Integers(-8, 7, scale))
-    assert found.codes[0, :11].tolist() == [0, 2, 2, 0, -2, 7, 7, -8, 7, 7, -8] and bool(found.codes[0, 11].isnan())
-    assert found.values[0, 9:11].tolist() == [0, 0]
+    actual = native.sweep(state, torch.zeros(1, 1, device=DEVICE), Integers(-8, 7, scale))
+    assert actual.codes[0, :11].tolist() == [0, 2, 2, 0, -2, 7, 7, -8, 7, 7, -8] and bool(actual.codes[0, 11].isnan())
+    assert actual.values[0, 9:11].tolist() == [0, 0]
 
 
 def test_moves_are_what_is_left_of_the_rounded_value():
     """No product is contracted with the difference: a number of the grid has no error."""
     scale = 0.1 + here(64, seed=1).abs()
     state = (here(20, 64, seed=2) * 4).round().clamp(-8, 7) * scale
-    found = native.sweep(state, here(20, 20, seed=3), Integers(-8, 7, scale))
-    assert torch.equal(found.values, state) and not bool(found.moves.any())
+    actual = native.sweep(state, here(20, 20, seed=3), Integers(-8, 7, scale))
+    assert torch.equal(actual.values, state) and not bool(actual.moves.any())
 
 
 def test_nan_stays_in_its_row():
@@ -146,8 +146,8 @@ def test_nan_stays_in_its_row():
 
 def test_tensors_that_are_not_contiguous_and_none_at_all():
     check_layouts(DEVICE)
-    none = native.group_sums(here(0, 3, 4), here(3, 4), Integers(-8, 7, here(0, 3)), True)
-    assert [each.shape for each in none] == [(0, 3)] * 3
+    empty = native.group_sums(here(0, 3, 4), here(3, 4), Integers(-8, 7, here(0, 3)), True)
+    assert [item.shape for item in empty] == [(0, 3)] * 3
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -193,14 +193,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "capability,cases", [(89, CASES[2:]), *(pytest.param(each, CASES, marks=pytest.mark.slow) for each in (80, 89, 90))]
+    "capability,cases", [(89, CASES[2:]), *(pytest.param(item, CASES, marks=pytest.mark.slow) for item in (80, 89, 90))]
 )
 def test_the_programs_compile_for_gpus(capability, cases, tmp_path):
     """Triton compiles them to machine code without a GPU; hardly any register is spilled."""
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), settings.get("PYTHONPATH", "")])
     settings["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, Path(__file__).parents[1] / "kernels/compile_columns.py", str(capability)],
         input="\n".join(map(json.dumps, cases)),
         env=settings,
@@ -208,7 +208,7 @@ def test_the_programs_compile_for_gpus(capability, cases, tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(cases)
-    assert all(each["shared"] <= 48 << 10 and each["spilled"] <= 256 for each in found), found
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    actual = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert len(actual) == len(cases)
+    assert all(item["shared"] <= 48 << 10 and item["spilled"] <= 256 for item in actual), actual

@@ -41,26 +41,26 @@ def test_the_walks_of_every_instruction_set(chosen, bits, step_bits, length, mon
     search = Viterbi(values, Trellis(bits, step_bits / length, length))
     ends = torch.arange(7) % (1 << (bits - step_bits))
     for overlap in (None, ends):
-        found = native.search(sequences, values, step_bits, overlap)
-        assert found.dtype == torch.int64 and is_walk(found, bits, step_bits)
+        actual = native.search(sequences, values, step_bits, overlap)
+        assert actual.dtype == torch.int64 and is_walk(actual, bits, step_bits)
         if overlap is not None:
-            assert torch.equal(found[:, 0] >> step_bits, ends)
-            assert torch.equal(found[:, -1] & ((1 << (bits - step_bits)) - 1), ends)
-        wanted = by_torch(monkeypatch, search.paths, sequences, overlap)
-        assert torch.allclose(error_of(found, sequences, values), error_of(wanted, sequences, values), rtol=1e-5)
+            assert torch.equal(actual[:, 0] >> step_bits, ends)
+            assert torch.equal(actual[:, -1] & ((1 << (bits - step_bits)) - 1), ends)
+        expected = by_torch(monkeypatch, search.paths, sequences, overlap)
+        assert torch.allclose(error_of(actual, sequences, values), error_of(expected, sequences, values), rtol=1e-5)
 
 
 def test_the_best_of_all_walks():
     bits, step_bits, steps = 5, 1, 4
     values, sequences = random(1 << bits, 1, seed=2), random(3, steps, seed=3)
-    every = []
-    for first, *new in itertools.product(range(1 << bits), *[range(2)] * (steps - 1)):
-        states = [first]
+    all_values = []
+    for first_result, *new in itertools.product(range(1 << bits), *[range(2)] * (steps - 1)):
+        states = [first_result]
         for bit in new:
             states.append((states[-1] * 2 + bit) % (1 << bits))
-        every.append(states)
-    every = torch.tensor(every)
-    best = torch.stack([error_of(every, row.expand(len(every), -1), values).min() for row in sequences])
+        all_values.append(states)
+    all_values = torch.tensor(all_values)
+    best = torch.stack([error_of(all_values, row.expand(len(all_values), -1), values).min() for row in sequences])
     assert torch.allclose(error_of(native.search(sequences, values, step_bits), sequences, values), best)
 
 
@@ -72,18 +72,18 @@ def test_any_number_of_sequences_and_steps(trellis, count, steps, tied, seed):
     overlap = torch.arange(count) % (1 << (bits - step_bits)) if tied else None
     if tied and steps * step_bits < bits - step_bits:
         return  # no walk has these ends
-    found = native.search(sequences, values, step_bits, overlap)
-    assert found.shape == (count, steps) and is_walk(found, bits, step_bits)
+    actual = native.search(sequences, values, step_bits, overlap)
+    assert actual.shape == (count, steps) and is_walk(actual, bits, step_bits)
     alone = native.search(sequences[-1:], values, step_bits, None if overlap is None else overlap[-1:])
-    assert torch.equal(found[-1:], alone)
+    assert torch.equal(actual[-1:], alone)
 
 
 def test_tail_biting_walks_close_their_circle(monkeypatch):
     trellis, sequences = Trellis(12, 2), random(9, 256)
     search = Viterbi(random(1 << 12, 1, seed=4), trellis)
-    found, wanted = search.tail_biting(sequences), by_torch(monkeypatch, search.tail_biting, sequences)
-    assert torch.equal(found[:, -1] & (trellis.overlaps - 1), found[:, 0] >> 2)
-    assert (found == wanted).all(1).float().mean() > 0.8
+    actual, expected = search.tail_biting(sequences), by_torch(monkeypatch, search.tail_biting, sequences)
+    assert torch.equal(actual[:, -1] & (trellis.overlaps - 1), actual[:, 0] >> 2)
+    assert (actual == expected).all(1).float().mean() > 0.8
 
 
 def test_what_is_searched_by_plain_torch():
@@ -94,16 +94,16 @@ def test_what_is_searched_by_plain_torch():
 
 
 def test_no_sequences_and_more_threads_than_sequences():
-    values, before = random(64, 1), torch.get_num_threads()
+    values, original = random(64, 1), torch.get_num_threads()
     assert native.search(torch.zeros(0, 8), values, 2).shape == (0, 8)
     assert native.search(torch.zeros(3, 0), values, 2).shape == (3, 0)
     values, sequences = random(1 << 12, 1), random(5, 64)
-    wanted = native.search(sequences, values, 2)
+    expected = native.search(sequences, values, 2)
     try:
         torch.set_num_threads(8)
-        assert torch.equal(native.search(sequences, values, 2), wanted)
+        assert torch.equal(native.search(sequences, values, 2), expected)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_no_sequences_and_more_threads_than_sequences():
 )
 def test_the_library_checks_sizes(name, value):
     sequences, values = torch.zeros(2, 4), torch.zeros(1, 64)
-    found = torch.full((2, 4), 7, dtype=torch.int32)
+    actual = torch.full((2, 4), 7, dtype=torch.int32)
     good = {
         "sequences": pointer(sequences),
         "values": pointer(values),
-        "found": pointer(found),
+        "found": pointer(actual),
         "count": 2,
         "steps": 4,
         "length": 1,
@@ -135,8 +135,8 @@ def test_the_library_checks_sizes(name, value):
         "threads": 1,
     }
     call = library().compress_search_walks
-    assert call(ctypes.addressof(wrong := Search(**good | {name: value}))) == -1 and wrong and (found == 7).all()
-    assert call(ctypes.addressof(right := Search(**good))) == 0 and right and (found != 7).all()
+    assert call(ctypes.addressof(wrong := Search(**good | {name: value}))) == -1 and wrong and (actual == 7).all()
+    assert call(ctypes.addressof(right := Search(**good))) == 0 and right and (actual != 7).all()
 
 
 def test_an_overlap_that_no_state_has():
@@ -151,8 +151,8 @@ def test_an_overlap_that_no_state_has():
 )
 def test_the_values_of_walks(states, step_bits, length, units, count, seed):
     step_bits = min(step_bits, states)
-    size, made = units * step_bits, torch.Generator().manual_seed(seed)
-    codes = torch.randint(256, (count, size), dtype=torch.uint8, generator=made)
+    size, created = units * step_bits, torch.Generator().manual_seed(seed)
+    codes = torch.randint(256, (count, size), dtype=torch.uint8, generator=created)
     values, trellis = random(1 << states, length, seed=seed), Trellis(states, step_bits / length, length)
     assert torch.equal(decode(codes, values, trellis), values[unpack(codes, trellis)].flatten(1))
     assert not count or torch.equal(pack(unpack(codes, trellis), trellis), codes)
@@ -160,8 +160,8 @@ def test_the_values_of_walks(states, step_bits, length, units, count, seed):
 
 @pytest.mark.parametrize("place", range(3, 9))
 def test_the_library_checks_the_sizes_of_walks(place):
-    codes, values, found = torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(64, 1), torch.zeros(2, 16)
-    good = [pointer(codes), pointer(values), pointer(found), 2, 4, 6, 2, 1, 1]
+    codes, values, actual = torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(64, 1), torch.zeros(2, 16)
+    good = [pointer(codes), pointer(values), pointer(actual), 2, 4, 6, 2, 1, 1]
     call = library().compress_decode_walks
     for wrong in (-1, 17) if place == 5 else (-1,):
         assert call(*(wrong if i == place else value for i, value in enumerate(good))) == -1

@@ -33,8 +33,8 @@ def test_looked_up_and_its_adjoint_by_hand():
 def test_the_adjoint_is_that_of_the_linear_map(count):
     state = drawn(count=count)
     books, values = random(*state.books.shape, seed=7), random(12, 16, seed=8)
-    left = (state.looked_up(books) * values).sum()
-    torch.testing.assert_close((books * state.gathered(values)).sum(), left)
+    residual = (state.looked_up(books) * values).sum()
+    torch.testing.assert_close((books * state.gathered(values)).sum(), residual)
 
 
 def test_books_are_the_least_squares_solution():
@@ -43,18 +43,18 @@ def test_books_are_the_least_squares_solution():
     columns = []
     for unit in torch.eye(state.books.numel()):
         columns.append((state.looked_up(unit.view_as(state.books)).double() @ root).flatten())
-    wanted = torch.linalg.lstsq(torch.stack(columns, 1), (state.weight.double() @ root).flatten()[:, None]).solution
+    expected = torch.linalg.lstsq(torch.stack(columns, 1), (state.weight.double() @ root).flatten()[:, None]).solution
     state.fit_books(60)
-    torch.testing.assert_close(state.books.flatten().double(), wanted[:, 0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(state.books.flatten().double(), expected[:, 0], rtol=2e-3, atol=2e-3)
 
 
 def test_a_scale_is_the_least_squares_solution_of_its_row():
     state = drawn(rows=2)
     plain = state.looked_up(state.books) / state.scale[:, None]
     state.weight = plain * torch.tensor([[3.0], [-2.0]])
-    before = state.scale.clone()
+    original = state.scale.clone()
     state.fit_scales()
-    torch.testing.assert_close(state.scale, torch.stack([torch.tensor(3.0), before[1]]))  # below 0: it stays
+    torch.testing.assert_close(state.scale, torch.stack([torch.tensor(3.0), original[1]]))  # below 0: it stays
 
 
 def test_with_uncorrelated_inputs_codes_are_the_nearest():
@@ -67,7 +67,7 @@ def test_with_uncorrelated_inputs_codes_are_the_nearest():
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_step_raises_the_error(count):
     state = drawn(rows=40, count=count, entries=16)
-    last = state.error()
+    last_result = state.error()
     for _ in range(3):
         for step in (
             lambda: state.fit_books(6),
@@ -75,8 +75,8 @@ def test_no_step_raises_the_error(count):
             *[lambda b=b: state.fit_codes(b) for b in range(count)],
         ):
             step()
-            assert state.error() <= last * (1 + 1e-5)
-            last = state.error()
+            assert state.error() <= last_result * (1 + 1e-5)
+            last_result = state.error()
 
 
 def test_the_sweep_compensates_and_turns_improve_it():
@@ -92,11 +92,11 @@ def test_the_sweep_compensates_and_turns_improve_it():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_weight_that_is_made_of_entries_is_found_almost_exactly(count):
-    made = drawn(rows=64, width=32, entries=4, count=count, hessian=hessian_of(32))
-    weight = made.looked_up(made.books)
-    factor, _ = inverse_factor(made.hessian, 0.0001)
-    best = min(alternate(start(weight, made.hessian, factor, 4, 4, count, seed), 20, 10)[-1] for seed in range(6))
-    assert best < (1e-3 if count == 1 else 0.05) * float(((weight @ made.hessian) * weight).sum())
+    created = drawn(rows=64, width=32, entries=4, count=count, hessian=hessian_of(32))
+    weight = created.looked_up(created.books)
+    factor, _ = inverse_factor(created.hessian, 0.0001)
+    best = min(alternate(start(weight, created.hessian, factor, 4, 4, count, seed), 20, 10)[-1] for seed in range(6))
+    assert best < (1e-3 if count == 1 else 0.05) * float(((weight @ created.hessian) * weight).sum())
 
 
 def test_fewer_points_than_entries_and_equal_points():

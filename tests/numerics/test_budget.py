@@ -33,10 +33,10 @@ def test_the_best_within_the_budget(items, budget):
         with pytest.raises(ValueError, match="the smallest choices take"):
             within_budget(items, budget)
         return
-    found = within_budget(items, budget)
-    chosen = [options[found[item]] for item, options in items.items()]
+    actual = within_budget(items, budget)
+    chosen = [options[actual[item]] for item, options in items.items()]
     assert sum(size for size, _ in chosen) <= budget
     error = sum(error for _, error in chosen)
-    every = [[*options.values()] for options in items.values()]
-    best = min(sum(e for _, e in way) for way in product(*every) if sum(s for s, _ in way) <= budget)
+    all_values = [[*options.values()] for options in items.values()]
+    best = min(sum(e for _, e in way) for way in product(*all_values) if sum(s for s, _ in way) <= budget)
     assert error == best

@@ -61,9 +61,9 @@ def factor_of(hessian):
     return torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
 
 
-def output_error(weight, found, hessian):
+def output_error(weight, actual, hessian):
     """||(W - Q) X||^2 up to a constant."""
-    difference = (weight - found).to(hessian.dtype)
+    difference = (weight - actual).to(hessian.dtype)
     return float(((difference @ hessian) * difference).sum())
 
 
@@ -93,26 +93,26 @@ def textbook(weight, hessian, rule):
 )
 def test_the_sweep_is_the_textbook_recursion(width, group):
     weight, hessian = problem(6, width, seed=width)
-    found = obs.sweep(weight, factor_of(hessian), Levels(group))
-    wanted = textbook(weight, hessian, Levels(group))
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    actual = obs.sweep(weight, factor_of(hessian), Levels(group))
+    expected = textbook(weight, hessian, Levels(group))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=25)
 @given(width=st.integers(1, 40), rows=st.integers(1, 5), group=st.integers(1, 45), seed=st.integers(0, 10**6))
 def test_any_small_problem_is_the_textbook_recursion(width, rows, group, seed):
     weight, hessian = problem(rows, width, seed)
-    found = obs.sweep(weight, factor_of(hessian), Levels(group))
-    torch.testing.assert_close(found, textbook(weight, hessian, Levels(group)), rtol=1e-8, atol=1e-8)
+    actual = obs.sweep(weight, factor_of(hessian), Levels(group))
+    torch.testing.assert_close(actual, textbook(weight, hessian, Levels(group)), rtol=1e-8, atol=1e-8)
 
 
 def test_pruned_columns_are_made_up_for_exactly():
     # Removing the first columns leaves a least-squares problem in the others, whose optimum is known in closed form.
     weight, hessian = problem(4, 30, seed=5)
-    found = obs.sweep(weight, factor_of(hessian), Drop(set(range(10))))
+    actual = obs.sweep(weight, factor_of(hessian), Drop(set(range(10))))
     remaining = torch.linalg.solve(hessian[10:, 10:], hessian[10:, :10] @ weight[:, :10].T).T
-    assert (found[:, :10] == 0).all()
-    torch.testing.assert_close(found[:, 10:], weight[:, 10:] + remaining, rtol=1e-9, atol=1e-9)
+    assert (actual[:, :10] == 0).all()
+    torch.testing.assert_close(actual[:, 10:], weight[:, 10:] + remaining, rtol=1e-9, atol=1e-9)
 
 
 def test_with_two_columns_the_second_is_the_exact_optimum_given_the_first():
@@ -120,26 +120,26 @@ def test_with_two_columns_the_second_is_the_exact_optimum_given_the_first():
     for seed in range(20):
         weight, hessian = problem(1, 2, seed)
         step = float(weight.abs().max()) / 3.5
-        found = obs.sweep(weight, factor_of(hessian), Levels(2, step))
+        actual = obs.sweep(weight, factor_of(hessian), Levels(2, step))
         pairs = torch.tensor(list(itertools.product(codes, codes))) * step
         errors = torch.tensor([output_error(weight, pair[None], hessian) for pair in pairs])
-        same_first = pairs[:, 0] == found[0, 0]
+        same_first = pairs[:, 0] == actual[0, 0]
         assert same_first.sum() == 8
         best = pairs[same_first][errors[same_first].argmin()]
-        torch.testing.assert_close(found[0], best, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual[0], best, rtol=1e-12, atol=1e-12)
 
 
 def test_the_last_column_is_always_the_exact_optimum_given_the_others():
     weight, hessian = problem(8, 21, seed=3)
     step = 0.5
-    found = obs.sweep(weight, factor_of(hessian), Levels(21, step))
+    actual = obs.sweep(weight, factor_of(hessian), Levels(21, step))
     for row in range(8):
         errors = []
         for code in range(-4, 4):
-            tried = found[row : row + 1].clone()
+            tried = actual[row : row + 1].clone()
             tried[0, -1] = code * step
             errors.append(output_error(weight[row : row + 1], tried, hessian))
-        assert found[row, -1] == (min(range(8), key=errors.__getitem__) - 4) * step
+        assert actual[row, -1] == (min(range(8), key=errors.__getitem__) - 4) * step
 
 
 def test_on_correlated_inputs_it_beats_rounding_to_nearest():
@@ -157,10 +157,10 @@ def test_uncorrelated_inputs_need_no_making_up():
     weight, _ = problem(5, 40, seed=0)
     hessian = torch.diag(torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1)
     rule = Levels(40)
-    found = obs.sweep(weight, factor_of(hessian), rule)
+    actual = obs.sweep(weight, factor_of(hessian), rule)
     rule.open(0, weight.T)
     nearest = torch.stack([rule.compress(i, weight[:, i]) for i in range(40)], dim=1)
-    assert torch.equal(found, nearest)
+    assert torch.equal(actual, nearest)
 
 
 def test_a_rule_that_changes_nothing_gives_back_the_weight():
@@ -175,10 +175,10 @@ def test_a_rule_that_changes_nothing_gives_back_the_weight():
 @pytest.mark.parametrize("leaf", [1, 2, 16, 200])
 def test_how_columns_are_cut_into_parts_and_leaves_leaves_no_trace(monkeypatch, part, leaf):
     weight, hessian = problem(3, 53, seed=7)
-    wanted = textbook(weight, hessian, Levels(10))
+    expected = textbook(weight, hessian, Levels(10))
     monkeypatch.setattr(obs, "PART", part)
     monkeypatch.setattr(obs, "LEAF", leaf)
-    torch.testing.assert_close(obs.sweep(weight, factor_of(hessian), Levels(10)), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(obs.sweep(weight, factor_of(hessian), Levels(10)), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_in_float32_parts_and_leaves_change_the_result_by_rounding_only(monkeypatch):
@@ -186,27 +186,27 @@ def test_in_float32_parts_and_leaves_change_the_result_by_rounding_only(monkeypa
     weight, hessian = (t.float() for t in problem(8, 300, seed=9))
     factor, _ = inverse_factor(hessian, 0.01)
     rule = Drop(set(range(0, 300, 3)))
-    whole = obs.sweep(weight, factor, rule)
+    full = obs.sweep(weight, factor, rule)
     monkeypatch.setattr(obs, "PART", 7)
     monkeypatch.setattr(obs, "LEAF", 3)
-    torch.testing.assert_close(obs.sweep(weight, factor, rule), whole, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(obs.sweep(weight, factor, rule), full, rtol=1e-3, atol=1e-4)
 
 
 def test_groups_are_opened_once_each_in_order_on_columns_already_made_up_for():
     weight, hessian = problem(2, 150, seed=4)
-    seen = {}
+    observed = {}
 
     class Watching(Levels):
         def open(self, column, remaining):
-            seen[column] = remaining.clone()
+            observed[column] = remaining.clone()
             super().open(column, remaining)
 
     rule = Watching(37)
     obs.sweep(weight, factor_of(hessian), rule)
     assert rule.opened == [0, 37, 74, 111, 148]
-    for column, remaining in seen.items():
+    for column, remaining in observed.items():
         assert remaining.shape == (150 - column, 2)
         partial = Levels(37)
         partial.compress = lambda i, v, c=column, r=partial: Levels.compress(r, i, v) if i < c else v
-        left = obs.sweep(weight, factor_of(hessian), partial)
-        torch.testing.assert_close(remaining.T, left[:, column:], rtol=1e-9, atol=1e-9)
+        residual = obs.sweep(weight, factor_of(hessian), partial)
+        torch.testing.assert_close(remaining.T, residual[:, column:], rtol=1e-9, atol=1e-9)

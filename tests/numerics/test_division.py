@@ -14,8 +14,8 @@ NUMBERS = [3, 6.0, 7.5, 127, 127.5, 448.0]
 def test_quotients_on_a_gpu_are_those_of_the_cpu(number, dtype, monkeypatch):
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     with simulated(monkeypatch):
-        found = divided(values.to("cuda"), number)
-        assert found.is_cuda
-        found = found.cpu()
-    assert found.dtype == dtype
-    assert torch.equal(found, values / number) and torch.equal(divided(values, number), values / number)
+        actual = divided(values.to("cuda"), number)
+        assert actual.is_cuda
+        actual = actual.cpu()
+    assert actual.dtype == dtype
+    assert torch.equal(actual, values / number) and torch.equal(divided(values, number), values / number)

@@ -42,8 +42,8 @@ def test_only_slow_bfloat16_is_widened(monkeypatch):
 
 
 def test_the_bytes_of_a_tensor_whose_single_element_has_any_stride():
-    one = torch.empty_strided((1, 1), (3, 3)).fill_(2.5)
-    assert one.is_contiguous() and bytes_of(one).tolist() == bytes_of(torch.tensor([2.5])).tolist()
+    single = torch.empty_strided((1, 1), (3, 3)).fill_(2.5)
+    assert single.is_contiguous() and bytes_of(single).tolist() == bytes_of(torch.tensor([2.5])).tolist()
     rows = torch.arange(6, dtype=torch.int16).view(2, 3).T
     assert bytes_of(rows).view(torch.int16).tolist() == [0, 3, 1, 4, 2, 5]
     assert bytes_of(torch.empty(0)).numel() == 0
@@ -53,20 +53,20 @@ def test_the_bytes_of_a_tensor_whose_single_element_has_any_stride():
 def test_rounding_in_slices_is_that_of_the_whole(shape, monkeypatch):
     monkeypatch.setattr(dtypes, "SLICE", 16)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    wanted = tensor.to(torch.bfloat16).float()
-    assert torch.equal(rounded(tensor, torch.bfloat16), wanted)
-    assert rounded(wanted, torch.bfloat16) is wanted  # nothing changes, so nothing is copied
+    expected = tensor.to(torch.bfloat16).float()
+    assert torch.equal(rounded(tensor, torch.bfloat16), expected)
+    assert rounded(expected, torch.bfloat16) is expected  # nothing changes, so nothing is copied
     assert rounded(tensor, torch.float32) is tensor
 
 
 def test_a_transposed_matrix_keeps_its_order_in_memory_when_rounded(monkeypatch):
     monkeypatch.setattr(dtypes, "SLICE", 16)
     tensor = torch.randn(6, 20, generator=torch.Generator().manual_seed(0)).T
-    found = rounded(tensor, torch.float16)
-    assert torch.equal(found, tensor.half().float()) and found.stride() == tensor.stride()
+    actual = rounded(tensor, torch.float16)
+    assert torch.equal(actual, tensor.half().float()) and actual.stride() == tensor.stride()
 
 
 def test_numbers_that_are_not_finite_are_rounded_like_others():
     tensor = torch.tensor([float("nan"), float("inf"), 1e30])
-    found = rounded(tensor, torch.float16)
-    assert found.isnan().tolist() == [True, False, False] and found.isinf().tolist() == [False, True, True]
+    actual = rounded(tensor, torch.float16)
+    assert actual.isnan().tolist() == [True, False, False] and actual.isinf().tolist() == [False, True, True]

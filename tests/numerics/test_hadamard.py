@@ -24,9 +24,9 @@ WIDTHS = [1, 2, 4, 8, 12, 20, 24, 28, 36, 44, 52, 64, 76, 100, 108, 140, 148, 34
 
 @pytest.mark.parametrize("order", WIDTHS)
 def test_rows_are_orthogonal(order):
-    found = hadamard(order).int()
-    assert bool((found.abs() == 1).all())
-    assert torch.equal((found.double() @ found.double().T), order * torch.eye(order, dtype=torch.float64))
+    actual = hadamard(order).int()
+    assert bool((actual.abs() == 1).all())
+    assert torch.equal((actual.double() @ actual.double().T), order * torch.eye(order, dtype=torch.float64))
 
 
 def test_small_ones_by_hand():
@@ -40,9 +40,9 @@ def test_small_ones_by_hand():
 @pytest.mark.parametrize("q", [9, 25, 27, 49])
 def test_prime_powers_are_fields(q):
     """Half of the elements that are not 0 are squares, and Q Q^T = q I - J (Paley, lemma 2)."""
-    found = jacobsthal(q).double()
-    assert torch.equal(found @ found.T, q * torch.eye(q, dtype=torch.float64) - 1)
-    assert torch.equal(found.T, found if q % 4 == 1 else -found)
+    actual = jacobsthal(q).double()
+    assert torch.equal(actual @ actual.T, q * torch.eye(q, dtype=torch.float64) - 1)
+    assert torch.equal(actual.T, actual if q % 4 == 1 else -actual)
     assert is_prime_power(q) and not is_prime_power(q * 2) and not is_prime_power(1)
 
 
@@ -70,8 +70,8 @@ def test_the_fast_transform_is_the_product(order):
     x = torch.randn(3, 2, 2 * order, generator=draw, dtype=torch.float64)
     dense = hadamard(order).double() / math.sqrt(order)
     for inverse, matrix in ((False, dense), (True, dense.T)):
-        wanted = (x.unflatten(-1, (2, order)) @ matrix).flatten(-2)
-        assert torch.allclose(transformed(x, order, inverse), wanted, atol=1e-12)
+        expected = (x.unflatten(-1, (2, order)) @ matrix).flatten(-2)
+        assert torch.allclose(transformed(x, order, inverse), expected, atol=1e-12)
     assert torch.allclose(transformed(transformed(x, order), order, inverse=True), x, atol=1e-12)
     assert transformed(x.bfloat16(), order).dtype == torch.bfloat16
 
@@ -84,9 +84,9 @@ def test_an_outlier_is_spread_evenly():
 
 @pytest.mark.parametrize("width", [36, 30])
 def test_random_rotations_are_orthogonal_and_follow_their_seed(width):
-    found = randomized(width, 3)
-    assert torch.allclose(found @ found.T, torch.eye(width, dtype=torch.float64), atol=1e-12)
-    assert torch.equal(found, randomized(width, 3)) and not torch.equal(found, randomized(width, 4))
+    actual = randomized(width, 3)
+    assert torch.allclose(actual @ actual.T, torch.eye(width, dtype=torch.float64), atol=1e-12)
+    assert torch.equal(actual, randomized(width, 3)) and not torch.equal(actual, randomized(width, 4))
     assert torch.equal(randomized(30, 1), random_orthogonal(30, 1))
     assert set(signs_of(64, 0).tolist()) == {1, -1} and abs(int(signs_of(4096, 0).sum())) < 300
 

@@ -7,27 +7,27 @@ from compress.numerics.histogram import BINS, SAMPLE, histogram
 
 
 def test_counts_are_those_of_numpy():
-    before = torch.randn(300, 70, generator=torch.Generator().manual_seed(0))
-    after = before.round(decimals=1)
-    found = histogram(before, after)
-    limit = max(before.abs().max().item(), after.abs().max().item())
-    assert found.limit == limit and found.changed
-    for counts, values in ((found.before, before), (found.after, after)):
+    original = torch.randn(300, 70, generator=torch.Generator().manual_seed(0))
+    updated = original.round(decimals=1)
+    actual = histogram(original, updated)
+    limit = max(original.abs().max().item(), updated.abs().max().item())
+    assert actual.limit == limit and actual.changed
+    for counts, values in ((actual.before, original), (actual.after, updated)):
         expected, _ = np.histogram(values.double().numpy(), BINS, (-limit, limit))
         assert sum(counts) == values.numel() and np.abs(np.array(counts) - expected).sum() <= 4  # float32 at the edges
 
 
 def test_zero_has_a_bin_of_its_own():
-    found = histogram(torch.tensor([[-1.0, 1.0]]), torch.zeros(1, 2))
-    assert found.after[BINS // 2] == 2 and found.before[0] == found.before[-1] == 1
+    actual = histogram(torch.tensor([[-1.0, 1.0]]), torch.zeros(1, 2))
+    assert actual.after[BINS // 2] == 2 and actual.before[0] == actual.before[-1] == 1
     assert histogram(torch.zeros(3), torch.zeros(3)).changed is False
 
 
 def test_a_large_tensor_is_sampled_and_its_limit_is_not():
     values = torch.zeros(3 * SAMPLE)
     values[1] = 7.0
-    found = histogram(values, values)
-    assert found.limit == 7 and sum(found.before) == SAMPLE
+    actual = histogram(values, values)
+    assert actual.limit == 7 and sum(actual.before) == SAMPLE
 
 
 def test_values_that_are_not_finite():

@@ -38,11 +38,11 @@ def test_by_hand():
 def test_it_is_near_the_best_of_all_ways_and_never_worse_than_its_starts(seed, count):
     values, weights = random(1, 9, seed=seed), random(1, 9, seed=seed + 1).square() + 0.1
     lloyd = Lloyd(values, weights)
-    found = float(lloyd.error(kmeans(values, weights, count)))
+    actual = float(lloyd.error(kmeans(values, weights, count)))
     best = least_error(values[0].double(), weights[0].double(), count)
-    assert found >= best - 1e-9
+    assert actual >= best - 1e-9
     starts = [float(lloyd.error(start)) for start in (lloyd.equal_mass(count), lloyd.equal_range(count))]
-    assert found <= min(starts) + 1e-9
+    assert actual <= min(starts) + 1e-9
 
 
 def test_most_of_the_time_it_is_the_best():
@@ -73,23 +73,23 @@ def test_values_without_weight_do_not_move_a_center(count):
     far = torch.cat([values, torch.full((3, 2), 50.0)], 1)
     centers = kmeans(far, torch.cat([weights, torch.zeros(3, 2)], 1), count)
     used = centers.gather(1, assign(values, centers))
-    wanted = kmeans(values, weights, count)
-    errors = [(values - nearest).square().sum() for nearest in (used, wanted.gather(1, assign(values, wanted)))]
+    expected = kmeans(values, weights, count)
+    errors = [(values - nearest).square().sum() for nearest in (used, expected.gather(1, assign(values, expected)))]
     assert float(errors[0]) <= 1.3 * float(errors[1])  # another local minimum, but no center is lost to the far ones
 
 
 # Points
 
 
-def points_error(points, found):
-    return sum(float((points[found == c] - points[found == c].mean(0)).square().sum()) for c in found.unique())
+def points_error(points, actual):
+    return sum(float((points[actual == c] - points[actual == c].mean(0)).square().sum()) for c in actual.unique())
 
 
 def test_points_of_three_corners_are_three_clusters():
     corners = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0]])
     points = corners.repeat(4, 1) + random(12, 2)
-    found = clusters(points, 3)
-    assert torch.equal(found, found[:3].repeat(4)) and len(found[:3].unique()) == 3
+    actual = clusters(points, 3)
+    assert torch.equal(actual, actual[:3].repeat(4)) and len(actual[:3].unique()) == 3
 
 
 @given(st.integers(0, 50))
@@ -97,12 +97,12 @@ def test_clusters_of_points_are_near_the_best_of_all_ways_and_stable(seed):
     points = random(6, 2, seed=seed)
     ways = (torch.tensor([(way >> i) & 1 for i in range(6)]) for way in range(1, 2**5))
     least = min(points_error(points, way) for way in ways)
-    found = clusters(points, 2)
-    assert points_error(points, found) <= 1.1 * least
-    centers = torch.stack([points[found == c].mean(0) for c in range(2)])
-    assert torch.equal((points[:, None] - centers).square().sum(2).argmin(1), found)
+    actual = clusters(points, 2)
+    assert points_error(points, actual) <= 1.1 * least
+    centers = torch.stack([points[actual == c].mean(0) for c in range(2)])
+    assert torch.equal((points[:, None] - centers).square().sum(2).argmin(1), actual)
 
 
 def test_more_clusters_than_points_leave_some_empty():
-    found = clusters(torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 0.0]]), 4)
-    assert found[0] == found[1] != found[2] and int(found.max()) < 4
+    actual = clusters(torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 0.0]]), 4)
+    assert actual[0] == actual[1] != actual[2] and int(actual.max()) < 4

@@ -62,8 +62,8 @@ def test_a_diagonal_matrix_by_hand():
 def test_shrinkage_by_hand():
     hessian = torch.tensor([[4.0, 2.0, 0.0], [2.0, 9.0, -3.0], [0.0, -3.0, 2.0]])
     assert torch.equal(shrink_(hessian.clone(), 0), hessian)
-    found = shrink_(hessian, 0.5)
-    assert found is hessian and found.tolist() == [[4.0, 1.0, 0.0], [1.0, 9.0, -1.5], [0.0, -1.5, 2.0]]
+    actual = shrink_(hessian, 0.5)
+    assert actual is hessian and actual.tolist() == [[4.0, 1.0, 0.0], [1.0, 9.0, -1.5], [0.0, -1.5, 2.0]]
 
 
 @settings(max_examples=30)
@@ -74,9 +74,9 @@ def test_shrinkage_keeps_variances_and_never_conditions_worse(size, seed, shrink
     correlations = shrink_(hessian.clone(), shrinkage) * scale * scale[:, None]
     assert torch.equal(shrink_(hessian.clone(), shrinkage).diagonal(), hessian.diagonal())
     # every eigenvalue of the correlations moves towards their mean, 1, by the shrinkage
-    before = torch.linalg.eigvalsh((hessian * scale * scale[:, None]).double())
-    found = torch.linalg.eigvalsh(correlations.double())
-    torch.testing.assert_close(found, (1 - shrinkage) * before + shrinkage, rtol=0, atol=1e-4)
+    original = torch.linalg.eigvalsh((hessian * scale * scale[:, None]).double())
+    actual = torch.linalg.eigvalsh(correlations.double())
+    torch.testing.assert_close(actual, (1 - shrinkage) * original + shrinkage, rtol=0, atol=1e-4)
 
 
 def test_the_input_is_left_alone():

@@ -82,13 +82,13 @@ def test_chunks_and_weights_are_plain_autograd(kind, seed, chunk, top_k):
     teacher, student = torch.randn(7, 9, generator=draw), torch.randn(7, 9, generator=draw)
     weights = torch.rand(7, generator=draw).softmax(0)
     targets = soft_targets(teacher, 1.5, top_k)
-    found, wanted = student.clone().requires_grad_(), student.clone().requires_grad_()
-    loss = distillation_loss(kind, found, targets, 1.5, weights, chunk)
-    plain = 1.5**2 * (divergence(kind, wanted, targets, 1.5) * weights).sum()
+    actual, expected = student.clone().requires_grad_(), student.clone().requires_grad_()
+    loss = distillation_loss(kind, actual, targets, 1.5, weights, chunk)
+    plain = 1.5**2 * (divergence(kind, expected, targets, 1.5) * weights).sum()
     (3 * loss).backward()
     (3 * plain).backward()
     assert torch.allclose(loss, plain, atol=1e-6)
-    assert torch.allclose(found.grad, wanted.grad, atol=1e-5)
+    assert torch.allclose(actual.grad, expected.grad, atol=1e-5)
 
 
 @kinds
@@ -96,11 +96,11 @@ def test_joined_cells_are_a_lower_bound_that_becomes_exact(kind):
     """Data processing: no divergence of this kind grows when cells are joined."""
     draw = torch.Generator().manual_seed(3)
     teacher, student = 3 * torch.randn(20, 64, generator=draw), 3 * torch.randn(20, 64, generator=draw)
-    found = [divergence(kind, student, soft_targets(teacher, 1.0, k), 1.0) for k in (1, 4, 16, 63, 64)]
-    for fewer, more in pairwise(found):
+    actual = [divergence(kind, student, soft_targets(teacher, 1.0, k), 1.0) for k in (1, 4, 16, 63, 64)]
+    for fewer, more in pairwise(actual):
         assert bool((fewer <= more + 1e-5).all())
-    assert torch.allclose(found[-2], found[-1], atol=1e-5)
-    assert found[0].mean() < 0.95 * found[-1].mean()
+    assert torch.allclose(actual[-2], actual[-1], atol=1e-5)
+    assert actual[0].mean() < 0.95 * actual[-1].mean()
 
 
 def test_kept_cells_sum_to_one():

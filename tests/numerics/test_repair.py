@@ -21,40 +21,42 @@ def test_it_is_the_ridge_regression(width, left, damping, seed):
     """The rows X_K and, below them, sqrt(ridge) I are to give X W^T and sqrt(ridge) W_K^T."""
     draw = torch.Generator().manual_seed(seed)
     rows, weight = (torch.randn(n, width, generator=draw, dtype=torch.float64) for n in (40, 3))
-    kept = torch.randperm(width, generator=draw)[: min(left, width - 1)]
+    remaining = torch.randperm(width, generator=draw)[: min(left, width - 1)]
     gram = rows.T @ rows
-    ridge = damping * gram[kept][:, kept].diagonal().mean()
-    eye = ridge.sqrt() * torch.eye(len(kept), dtype=torch.float64)
-    wanted = torch.linalg.lstsq(torch.cat([rows[:, kept], eye]), torch.cat([rows @ weight.T, eye @ weight[:, kept].T]))
-    found, used = repaired(weight.float(), gram.float(), kept, damping)
+    ridge = damping * gram[remaining][:, remaining].diagonal().mean()
+    eye = ridge.sqrt() * torch.eye(len(remaining), dtype=torch.float64)
+    expected = torch.linalg.lstsq(
+        torch.cat([rows[:, remaining], eye]), torch.cat([rows @ weight.T, eye @ weight[:, remaining].T])
+    )
+    actual, used = repaired(weight.float(), gram.float(), remaining, damping)
     assert used == damping
-    assert torch.allclose(found.double(), wanted.solution.T, atol=2e-3)
+    assert torch.allclose(actual.double(), expected.solution.T, atol=2e-3)
 
 
 def test_what_is_orthogonal_stays_and_what_is_copied_is_added():
     rows = torch.tensor([[1.0, 0, 1], [0, 2, 0], [1, 0, 1]])
     weight = torch.tensor([[3.0, 5, 7]])
-    found, _ = repaired(weight, rows.T @ rows, torch.tensor([0, 1]), 1e-9)
-    assert torch.allclose(found, torch.tensor([[10.0, 5]]), atol=1e-4)
+    actual, _ = repaired(weight, rows.T @ rows, torch.tensor([0, 1]), 1e-9)
+    assert torch.allclose(actual, torch.tensor([[10.0, 5]]), atol=1e-4)
 
 
 def test_where_nothing_came_by_the_weight_stays():
     weight = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    found, used = repaired(weight, torch.zeros(3, 3), torch.tensor([2, 0]), 0.01)
-    assert torch.equal(found, weight[:, [2, 0]]) and used == pytest.approx(0.01)
+    actual, used = repaired(weight, torch.zeros(3, 3), torch.tensor([2, 0]), 0.01)
+    assert torch.equal(actual, weight[:, [2, 0]]) and used == pytest.approx(0.01)
 
 
-def error(found, weight, rows):
-    return float(((found - weight) @ rows.T).norm())
+def error(actual, weight, rows):
+    return float(((actual - weight) @ rows.T).norm())
 
 
 def exact(weight, mask, gram, damping):
     """Each row on its own: G_MM v = (G w)_M, solved densely in float64."""
     damped = gram.double() + damping * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
-    found = torch.zeros_like(weight, dtype=torch.float64)
-    for i, (row, kept) in enumerate(zip(weight.double(), mask, strict=True)):
-        found[i, kept] = torch.linalg.solve(damped[kept][:, kept], (damped @ row)[kept])
-    return found
+    actual = torch.zeros_like(weight, dtype=torch.float64)
+    for i, (row, remaining) in enumerate(zip(weight.double(), mask, strict=True)):
+        actual[i, remaining] = torch.linalg.solve(damped[remaining][:, remaining], (damped @ row)[remaining])
+    return actual
 
 
 @settings(max_examples=20)
@@ -64,9 +66,9 @@ def test_as_many_steps_as_columns_give_the_optimum_of_the_mask(width, share, see
     rows, weight = torch.randn(60, width, generator=draw), torch.randn(5, width, generator=draw)
     mask = torch.rand(5, width, generator=draw) < share
     gram = rows.T @ rows
-    found = repaired_in_mask(weight, weight * mask, mask, gram, 0.01, 2 * width)
-    assert bool((found[~mask] == 0).all())
-    torch.testing.assert_close(found.double(), exact(weight, mask, gram, 0.01), atol=2e-3, rtol=2e-3)
+    actual = repaired_in_mask(weight, weight * mask, mask, gram, 0.01, 2 * width)
+    assert bool((actual[~mask] == 0).all())
+    torch.testing.assert_close(actual.double(), exact(weight, mask, gram, 0.01), atol=2e-3, rtol=2e-3)
 
 
 def test_every_step_lowers_the_error_from_any_start():
@@ -87,10 +89,10 @@ def test_rows_that_have_converged_stay(scale):
     mask, gram = random(4, 12, seed=2) > 0, rows.T @ rows
     mask[3] = False
     mask[3, :2] = True
-    found = [repaired_in_mask(weight, weight * mask, mask, gram * scale, 1e-4, n) for n in (100, 400, 1000)]
-    assert all(torch.isfinite(each).all() for each in found)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    assert torch.equal(found[2], found[1])
+    actual = [repaired_in_mask(weight, weight * mask, mask, gram * scale, 1e-4, n) for n in (100, 400, 1000)]
+    assert all(torch.isfinite(item).all() for item in actual)
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(actual[2], actual[1])
 
 
 def test_columns_without_inputs_and_rows_without_weights_stay():
@@ -98,10 +100,10 @@ def test_columns_without_inputs_and_rows_without_weights_stay():
     rows[:, [2, 7]] = 0
     mask = random(4, 12, seed=2) > 0
     mask[1], mask[2] = False, True
-    found = repaired_in_mask(weight, weight * mask, mask, rows.T @ rows, 0.01, 24)
-    assert torch.isfinite(found).all() and (found[1] == 0).all()
-    assert torch.equal(found[:, [2, 7]], (weight * mask)[:, [2, 7]])  # nothing is known of them
-    torch.testing.assert_close(found[2], weight[2])  # nothing was removed
+    actual = repaired_in_mask(weight, weight * mask, mask, rows.T @ rows, 0.01, 24)
+    assert torch.isfinite(actual).all() and (actual[1] == 0).all()
+    assert torch.equal(actual[:, [2, 7]], (weight * mask)[:, [2, 7]])  # nothing is known of them
+    torch.testing.assert_close(actual[2], weight[2])  # nothing was removed
     without = repaired_in_mask(weight, weight * mask, mask, torch.zeros(12, 12), 0.01, 24)
     assert torch.equal(without, weight * mask)
 

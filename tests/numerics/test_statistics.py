@@ -19,9 +19,9 @@ from compress.numerics.statistics import (
 
 
 def test_the_error_of_a_mean():
-    found = mean([1.0, 2.0, 4.0])
-    assert found.value == pytest.approx(7 / 3)
-    assert found.stderr == pytest.approx(statistics.stdev([1, 2, 4]) / math.sqrt(3))
+    actual = mean([1.0, 2.0, 4.0])
+    assert actual.value == pytest.approx(7 / 3)
+    assert actual.stderr == pytest.approx(statistics.stdev([1, 2, 4]) / math.sqrt(3))
     assert mean([3.0]) == (3.0, None)
 
 

@@ -25,9 +25,9 @@ LENGTH = 32
 def on_meta(model):
     """A copy without data."""
     with torch.device("meta"):
-        found = type(model)(model.config).eval()
-    open_experts(found)
-    return found
+        actual = type(model)(model.config).eval()
+    open_experts(actual)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,16 @@ def llama2():
     """Prefill and decoding of Llama-2-7B on an A6000: 2048 tokens, batch 1, 16 bits."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=4096)).eval()
-    return [estimate(found, {}, 2, read_device("a6000")) for found in trace(model, 1, 2048)]
+    return [estimate(actual, {}, 2, read_device("a6000")) for actual in trace(model, 1, 2048)]
 
 
-def cost_of(found, name):
-    return next(cost for cost in found.costs if cost.name.endswith(name))
+def cost_of(actual, name):
+    return next(cost for cost in actual.costs if cost.name.endswith(name))
 
 
 def test_the_published_table_of_llama_2_7b(llama2):
     """LLM Inference Unveiled (Yuan 2024), table 1: q_proj on an A6000."""
-    prefill, decode = (cost_of(found, "q_proj") for found in llama2)
+    prefill, decode = (cost_of(actual, "q_proj") for actual in llama2)
     assert prefill.count == decode.count == 32
     assert (round(prefill.operations / 32e9), round(prefill.size_bytes / 32e6)) == (69, 67)
     assert (prefill.intensity, prefill.bound) == (1024, "compute")
@@ -53,7 +53,7 @@ def test_the_published_table_of_llama_2_7b(llama2):
 
 
 def test_attention_and_cache_by_hand(llama2):
-    prefill, decode = (cost_of(found, "(attention)") for found in llama2)
+    prefill, decode = (cost_of(actual, "(attention)") for actual in llama2)
     assert prefill.operations == 32 * 2 * 2 * 2048 * 2048 * 4096  # scores and their product with the values
     assert decode.operations == 32 * 2 * 2 * 2049 * 4096
     assert decode.size_bytes == 32 * 2 * (2 * 2049 + 2) * 4096  # keys, values, query, output
@@ -91,9 +91,9 @@ def test_families_run_without_data(family, tiny):
     """Linears of the blocks are all seen, each with two operations per weight and token."""
     model = tiny(family)
     prefill, decode = trace(on_meta(model), 1, LENGTH)
-    found = {p.module: p for p in prefill.products if p.kind == "linear"}
-    assert len(found) > 4
-    for product in found.values():
+    actual = {p.module: p for p in prefill.products if p.kind == "linear"}
+    assert len(actual) > 4
+    for product in actual.values():
         tokens = product.operations / (2 * product.rows * product.width)
         assert 1 <= tokens <= LENGTH and product.moved == tokens * (product.rows + product.width)
     assert (decode is None) == (family == "bert")
@@ -106,23 +106,23 @@ def test_experts_share_the_tokens(tiny):
     model = tiny("qwen3-moe")
     prefill, decode = trace(on_meta(model), 1, LENGTH)
     chosen, count = model.config.num_experts_per_tok, model.config.num_experts
-    first = [p for p in prefill.products if ".0.mlp.experts." in p.module and p.module.endswith("up_proj")]
-    assert len(first) == count
-    assert sum(p.operations for p in first) >= 2 * LENGTH * chosen * first[0].rows * first[0].width
-    one = [p for p in decode.products if ".0.mlp.experts." in p.module and p.module.endswith("up_proj")]
-    assert len(one) == chosen
+    first_result = [p for p in prefill.products if ".0.mlp.experts." in p.module and p.module.endswith("up_proj")]
+    assert len(first_result) == count
+    assert sum(p.operations for p in first_result) >= 2 * LENGTH * chosen * first_result[0].rows * first_result[0].width
+    single = [p for p in decode.products if ".0.mlp.experts." in p.module and p.module.endswith("up_proj")]
+    assert len(single) == chosen
 
 
 def test_a_recipe_before_its_run_and_its_checkpoint_after_it(recipe, tmp_path):
-    asked = recipe(compress.RTN(weights="int4", group_size=32))
-    planned = roofline(asked, "A6000", context=LENGTH)
-    folder = compress.run(asked, tmp_path / "out", progress=False).folder
-    found = roofline(folder, "A6000", context=LENGTH)
-    assert planned.after == found.after and planned.before == found.before
+    requested = recipe(compress.RTN(weights="int4", group_size=32))
+    planned = roofline(requested, "A6000", context=LENGTH)
+    folder = compress.run(requested, tmp_path / "out", progress=False).folder
+    actual = roofline(folder, "A6000", context=LENGTH)
+    assert planned.after == actual.after and planned.before == actual.before
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert 0.9 * size < found.after.weight_bytes <= size
-    assert found.after.decode.seconds < found.before.decode.seconds
-    assert found.after.cache_bytes == found.before.cache_bytes > 0
+    assert 0.9 * size < actual.after.weight_bytes <= size
+    assert actual.after.decode.seconds < actual.before.decode.seconds
+    assert actual.after.cache_bytes == actual.before.cache_bytes > 0
 
 
 def test_a_dense_model_has_one_side_and_removed_blocks_cost_nothing(pico, recipe):
@@ -135,8 +135,8 @@ def test_a_dense_model_has_one_side_and_removed_blocks_cost_nothing(pico, recipe
 def test_this_machine_is_measured(pico):
     device = measured_host(torch.float32)
     assert device.bandwidth > 1e8 and device.rate("float16") > 1e8 and 0 < device.call_seconds < 1e-3
-    found = roofline(pico, "here", context=LENGTH)
-    assert found.before.decode.seconds > sum(cost.seconds for cost in found.before.decode.costs)
+    actual = roofline(pico, "here", context=LENGTH)
+    assert actual.before.decode.seconds > sum(cost.seconds for cost in actual.before.decode.costs)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_this_machine_is_measured_with_packed_blocks(asked, kind, recipe, monkey
         return [0.0, 0.0]
 
     monkeypatch.setattr("compress.roofline.host.decode_seconds", decoded)
-    found = roofline(recipe(asked, save={"format": "native"}), "here", context=LENGTH)
+    actual = roofline(recipe(asked, save={"format": "native"}), "here", context=LENGTH)
     assert timed[0] == {torch.nn.Linear} and kind in timed[1]
-    assert found.after.call_seconds > 0 and found.device.call_seconds == found.before.call_seconds
+    assert actual.after.call_seconds > 0 and actual.device.call_seconds == actual.before.call_seconds
 
 
 def test_devices_are_complete():
@@ -212,7 +212,7 @@ def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeyp
     models = [tiny("llama", num_hidden_layers=count) for count in (1, 3)]
     traces = [trace(on_meta(model), 1, 8)[1] for model in models]
     device = read_device("{tflops: 1, gbps: 10, memory_gb: 1}")
-    products = [estimate(one, {}, 4, device).seconds for one in traces]
+    products = [estimate(single, {}, 4, device).seconds for single in traces]
     clock, decoded = [0.0], []
 
     def run(module, args, kwargs):
@@ -223,10 +223,10 @@ def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeyp
     for model in models:
         model.register_forward_pre_hook(run, with_kwargs=True)
     monkeypatch.setattr(measured, "perf_counter", lambda: clock[0])
-    found = measured.with_calls(device, models, traces, 1, 8, {}, 4)
+    actual = measured.with_calls(device, models, traces, 1, 8, {}, 4)
     calls = traces[1].calls - traces[0].calls
-    assert found.call_seconds == pytest.approx(0.010 / calls) and {id(m) for m in decoded} == {id(m) for m in models}
-    assert [c.name for c in estimate(traces[1], {}, 4, found).costs] == [
+    assert actual.call_seconds == pytest.approx(0.010 / calls) and {id(m) for m in decoded} == {id(m) for m in models}
+    assert [c.name for c in estimate(traces[1], {}, 4, actual).costs] == [
         c.name for c in estimate(traces[1], {}, 4, device).costs
     ]
     slower = measured.with_calls(dataclasses.replace(device, call_seconds=1.0), models, traces, 1, 8, {}, 4)
@@ -236,5 +236,5 @@ def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeyp
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
 def test_this_machine_is_measured_with_blocks_of_the_model(family, tiny_folder):
     plain = measured_host(torch.float32).call_seconds
-    found = roofline(tiny_folder(family), "here", context=LENGTH)
-    assert found.device.name == "here" and found.device.call_seconds > plain / 3
+    actual = roofline(tiny_folder(family), "here", context=LENGTH)
+    assert actual.device.name == "here" and actual.device.call_seconds > plain / 3

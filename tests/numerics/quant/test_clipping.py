@@ -28,8 +28,8 @@ def test_scales_and_zero_points_by_hand():
     assert codes.scale.item() == pytest.approx(scale)
     zero = -round(KEPT * -1.0 / scale) - 8
     assert codes.zero.item() == zero
-    wanted = [min(max(round(value / scale) + zero, -8), 7) for value in (-1.0, 0.25, 3.0, 0.0)]
-    assert codes.codes.tolist() == [wanted]
+    expected = [min(max(round(value / scale) + zero, -8), 7) for value in (-1.0, 0.25, 3.0, 0.0)]
+    assert codes.codes.tolist() == [expected]
 
 
 def test_without_zero_points_the_longer_end_counts():
@@ -70,18 +70,18 @@ def test_descent_finds_the_clip_of_the_least_error(symmetric):
             learned.lower.fill_(lower)
         return float((learned.codes(weight).dense() - weight).square().sum())
 
-    ends = [math.log(kept / (1 - kept)) for kept in torch.linspace(0.2, 0.98, 40).tolist()]
+    ends = [math.log(remaining / (1 - remaining)) for remaining in torch.linspace(0.2, 0.98, 40).tolist()]
     best = min(error(upper, lower) for upper in ends for lower in (ends if not symmetric else [upper]))
     start = error(INITIAL, INITIAL)
-    optimizer, found = torch.optim.AdamW(learned.parameters, lr=0.03, weight_decay=0.0), start
+    optimizer, actual = torch.optim.AdamW(learned.parameters, lr=0.03, weight_decay=0.0), start
     for _ in range(300):
         optimizer.zero_grad()
         loss = (learned.weight(weight) - weight).square().sum()
         loss.backward()
-        found = min(found, loss.item())
+        actual = min(actual, loss.item())
         optimizer.step()
     assert best < 0.7 * start
-    assert found < 1.03 * best
+    assert actual < 1.03 * best
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_descent_finds_the_clip_of_the_least_error(symmetric):
 def test_a_search_is_where_it_starts(grid, symmetric, signed):
     weight = random(6, 32, seed=1) ** 3  # long tails, which the search cuts
     search = "absmean" if grid == "ternary" else "mse"
-    found = clipping(weight, grid, 16, symmetric, search, signed=signed).codes(weight)
-    wanted = quantize(weight, GRIDS[grid], 16, symmetric, search, signed=signed)
-    error, least = (float((codes.dense() - weight).square().sum()) for codes in (found, wanted))
+    actual = clipping(weight, grid, 16, symmetric, search, signed=signed).codes(weight)
+    expected = quantize(weight, GRIDS[grid], 16, symmetric, search, signed=signed)
+    error, least = (float((codes.dense() - weight).square().sum()) for codes in (actual, expected))
     assert error < 1.03 * least  # ranges of more than 0.99 are the difference
-    same = (found.scale - wanted.scale).abs() < 1e-5 * wanted.scale.abs()
-    assert same.float().mean() > 0.3
+    equal = (actual.scale - expected.scale).abs() < 1e-5 * expected.scale.abs()
+    assert equal.float().mean() > 0.3
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -121,5 +121,5 @@ def test_rows_may_be_scaled_after_learning():
     """Q(W / s) = Q(W) / s for a factor of each row: folding a scale into a writer changes none of its codes."""
     weight, factor = random(6, 32, seed=6), 2.0 ** torch.tensor([[-2.0], [0.0], [1.0], [3.0], [-1.0], [2.0]])
     learned = clipping(weight, "int3", 16, symmetric=False)
-    first, second = learned.codes(weight), learned.codes(weight * factor)
-    assert torch.equal(first.codes, second.codes) and torch.equal(first.scale * factor, second.scale)
+    first_result, second = learned.codes(weight), learned.codes(weight * factor)
+    assert torch.equal(first_result.codes, second.codes) and torch.equal(first_result.scale * factor, second.scale)

@@ -79,13 +79,13 @@ def test_integers_are_those_of_the_loop(bits, group_size, symmetric):
     weight = random(5, 11, seed=bits)
     weight[1] = 0  # groups of zeros
     weight[2] = weight[2].abs()  # ranges on one side of zero
-    found = quantize(weight, GRIDS[f"int{bits}"], group_size, symmetric)
+    actual = quantize(weight, GRIDS[f"int{bits}"], group_size, symmetric)
     codes, scale, zero, dense = loop(weight, bits, group_size, symmetric)
-    assert found.codes.dtype == torch.int8
-    assert torch.equal(found.codes, codes)
-    assert torch.equal(found.scale, scale)
-    assert (found.zero is None) if symmetric else torch.equal(found.zero, zero)
-    assert torch.equal(found.dense(), dense)
+    assert actual.codes.dtype == torch.int8
+    assert torch.equal(actual.codes, codes)
+    assert torch.equal(actual.scale, scale)
+    assert (actual.zero is None) if symmetric else torch.equal(actual.zero, zero)
+    assert torch.equal(actual.dense(), dense)
 
 
 @quick
@@ -94,17 +94,17 @@ def test_every_grid_rounds_each_group_as_if_it_were_alone(grid, group_size, symm
     symmetric = not grid.offset and (symmetric or grid.symmetric_only)
     group_size, width = layout(grid, group_size)
     weight = random(3, width, seed=seed)
-    found = quantize(weight, grid, group_size, symmetric)
-    groups = found.scale.shape[1]
+    actual = quantize(weight, grid, group_size, symmetric)
+    groups = actual.scale.shape[1]
     for place, members in units(3, width, group_size):
         alone = torch.stack([weight[at] for at in members])[None]
-        low, high = (torch.full((found.scale.shape[0], 1), float(end)) for end in alone.aminmax())
-        shared = grid.scaling.part(found.shared, found.scale.shape[0], groups, place[1])
+        low, high = (torch.full((actual.scale.shape[0], 1), float(end)) for end in alone.aminmax())
+        shared = grid.scaling.part(actual.shared, actual.scale.shape[0], groups, place[1])
         scale, zero = grid.fit(low, high, symmetric, torch.float32, shared)
         scale, zero = scale[place[0], 0], None if zero is None else zero[place[0], 0]
-        assert found.scale[place] == scale
+        assert actual.scale[place] == scale
         codes = grid.encode(alone, scale, zero)
-        assert torch.equal(torch.stack([found.codes[at] for at in members]).float(), codes[0])
+        assert torch.equal(torch.stack([actual.codes[at] for at in members]).float(), codes[0])
 
 
 @quick
@@ -112,10 +112,10 @@ def test_every_grid_rounds_each_group_as_if_it_were_alone(grid, group_size, symm
 def test_quantizing_the_dense_weight_again_changes_nothing(grid, group_size, symmetric, seed):
     symmetric = not grid.offset and (symmetric or grid.symmetric_only)
     group_size, width = layout(grid, group_size)
-    first = quantize(random(3, width, seed=seed), grid, group_size, symmetric)
-    zero = None if first.zero is None else spread(first.zero, width, group_size)
-    again = grid.encode(first.dense(), spread(first.scale, width, group_size), zero)
-    assert torch.equal(store(again, grid), first.codes)
+    first_result = quantize(random(3, width, seed=seed), grid, group_size, symmetric)
+    zero = None if first_result.zero is None else spread(first_result.zero, width, group_size)
+    again = grid.encode(first_result.dense(), spread(first_result.scale, width, group_size), zero)
+    assert torch.equal(store(again, grid), first_result.codes)
 
 
 @quick
@@ -124,8 +124,8 @@ def test_masked_weights_decode_to_exactly_zero_and_do_not_widen_the_range(grid, 
     symmetric = not grid.offset and (symmetric or grid.symmetric_only)
     group_size, width = layout(grid, group_size)
     weight, mask = random(4, width, seed=seed), random(4, width, seed=seed + 1) > 0
-    found = quantize(torch.where(mask, weight, 1000.0), grid, group_size, symmetric, mask=mask)
-    dense = found.dense()
+    actual = quantize(torch.where(mask, weight, 1000.0), grid, group_size, symmetric, mask=mask)
+    dense = actual.dense()
     assert (dense[~mask] == 0).all()
     assert torch.equal(dense, quantize(weight * mask, grid, group_size, symmetric).dense())
 
@@ -134,11 +134,11 @@ def test_masked_weights_decode_to_exactly_zero_and_do_not_widen_the_range(grid, 
 def test_codes_are_computed_from_the_scale_as_it_is_stored(dtype):
     weight = random(6, 32, seed=1)
     grid = GRIDS["int8"]
-    found = quantize(weight, grid, 8, dtype=dtype)
-    assert torch.equal(found.scale.to(dtype).float(), found.scale)
-    assert torch.equal(found.codes.float(), grid.encode(weight, spread(found.scale, 32, 8), None))
+    actual = quantize(weight, grid, 8, dtype=dtype)
+    assert torch.equal(actual.scale.to(dtype).float(), actual.scale)
+    assert torch.equal(actual.codes.float(), grid.encode(weight, spread(actual.scale, 32, 8), None))
     exact = quantize(weight, grid, 8)
-    assert not torch.equal(found.codes, exact.codes)  # rounding the scale moves some codes
+    assert not torch.equal(actual.codes, exact.codes)  # rounding the scale moves some codes
 
 
 @quick
@@ -166,11 +166,11 @@ def test_the_search_cuts_off_a_lone_outlier():
     weight = torch.cat([torch.full((1000,), 0.55), torch.tensor([1.0])])[None]
     grid = GRIDS["int2"]
     assert quantize(weight, grid, "channel").scale.item() == pytest.approx(2 / 3)
-    found = quantize(weight, grid, "channel", search="mse")
+    actual = quantize(weight, grid, "channel", search="mse")
     tried = torch.tensor([1 - 0.6 * step / 30 for step in range(31)]) * 2 / 3
     error = [(grid.decode(grid.encode(weight, s, None), s, None) - weight).abs().pow(2.4).sum() for s in tried]
-    assert found.scale.item() == pytest.approx(tried[int(torch.stack(error).argmin())].item())
-    assert found.scale.item() == pytest.approx(0.82 * 2 / 3)
+    assert actual.scale.item() == pytest.approx(tried[int(torch.stack(error).argmin())].item())
+    assert actual.scale.item() == pytest.approx(0.82 * 2 / 3)
 
 
 def test_the_search_also_moves_the_zero_point():
@@ -199,18 +199,18 @@ def test_the_search_finds_the_best_power_of_two(name, seed):
         return float((grid.decode(grid.encode(weight, tried, None), tried, None) - weight).abs().pow(MSE_NORM).sum())
 
     assert float(scale) in reached | {float(top / 2)}
-    assert error(scale) <= min(error(torch.tensor(each)) for each in reached) * (1 + 1e-6)
+    assert error(scale) <= min(error(torch.tensor(item)) for item in reached) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("group_size", [8, "channel", "tensor"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_search_in_small_chunks_finds_the_same(monkeypatch, group_size, symmetric):
     weight = random(9, 40) ** 3
-    wanted = fit(weight, GRIDS["int3"], group_size, symmetric, "mse")
+    expected = fit(weight, GRIDS["int3"], group_size, symmetric, "mse")
     monkeypatch.setattr(codes_module, "CHUNK", 96)
-    found = fit(weight, GRIDS["int3"], group_size, symmetric, "mse")
-    assert torch.equal(found[0], wanted[0])
-    assert symmetric or torch.equal(found[1], wanted[1])
+    actual = fit(weight, GRIDS["int3"], group_size, symmetric, "mse")
+    assert torch.equal(actual[0], expected[0])
+    assert symmetric or torch.equal(actual[1], expected[1])
 
 
 def test_a_percentile_leaves_out_the_outermost_weights():
@@ -228,11 +228,11 @@ def test_a_percentile_leaves_out_the_outermost_weights():
 @given(group_size=st.sampled_from(SIZES), symmetric=st.booleans(), seed=st.integers(0, 10**6))
 def test_the_whole_percentile_is_the_whole_range(group_size, symmetric, seed):
     weight = random(3, 11, seed=seed)
-    whole, all_of_it = (
+    full, all_of_it = (
         fit(weight, GRIDS["int4"], group_size, symmetric, search) for search in ("absmax", Percentile(percentile=1.0))
     )
-    assert torch.equal(whole[0], all_of_it[0])
-    assert symmetric or torch.equal(whole[1], all_of_it[1])
+    assert torch.equal(full[0], all_of_it[0])
+    assert symmetric or torch.equal(full[1], all_of_it[1])
 
 
 def test_the_short_last_group_has_a_percentile_of_its_own():
@@ -243,11 +243,11 @@ def test_the_short_last_group_has_a_percentile_of_its_own():
 
 def test_the_largest_weight_beside_it_sets_the_shared_scale():
     weight, grid = random(4, 32), GRIDS["nvfp4"]
-    found = quantize(weight, grid, 16, shared_absmax=10.0)
-    assert found.shared.tolist() == [pytest.approx(268.8)]
-    assert torch.equal(found.shared, fit_shared(weight, grid, 16, 10.0))
-    assert not torch.equal(found.shared, quantize(weight, grid, 16).shared)
-    assert (found.dense() - weight).norm() < 0.15 * weight.norm()
+    actual = quantize(weight, grid, 16, shared_absmax=10.0)
+    assert actual.shared.tolist() == [pytest.approx(268.8)]
+    assert torch.equal(actual.shared, fit_shared(weight, grid, 16, 10.0))
+    assert not torch.equal(actual.shared, quantize(weight, grid, 16).shared)
+    assert (actual.dense() - weight).norm() < 0.15 * weight.norm()
 
 
 def test_groups_that_no_scale_is_small_enough_for_are_counted():
@@ -255,12 +255,12 @@ def test_groups_that_no_scale_is_small_enough_for_are_counted():
     weight[1, 8:16] *= 1e-9
     weight[2, :8] = 0  # was zero before
     for name in ("int4", "nf4"):  # 8-bit floats still have some digits left there
-        found = quantize(weight, GRIDS[name], 8, dtype=torch.float16)
-        assert found.dense().isfinite().all()
-        assert vanished(weight, found) == 1
+        actual = quantize(weight, GRIDS[name], 8, dtype=torch.float16)
+        assert actual.dense().isfinite().all()
+        assert vanished(weight, actual) == 1
         assert vanished(weight, quantize(weight, GRIDS[name], 8)) == 0
         index = torch.arange(32).div(8, rounding_mode="floor").flip(0).to(torch.int32)
-        turned = replace(found, codes=found.codes.flip(1), scale=found.scale, group_index=index)
+        turned = replace(actual, codes=actual.codes.flip(1), scale=actual.scale, group_index=index)
         assert vanished(weight.flip(1), turned) == 1
 
 
@@ -287,7 +287,7 @@ def test_spread_repeats_a_value_for_every_column_of_its_group():
 
 def test_dense_by_hand_with_a_group_index():
     codes = torch.tensor([[1, -2, 3, 0]], dtype=torch.int8)
-    found = Codes(
+    actual = Codes(
         codes,
         scale=torch.tensor([[0.5, 2.0]]),
         zero=torch.tensor([[1.0, -1.0]]),
@@ -295,18 +295,18 @@ def test_dense_by_hand_with_a_group_index():
         group_size=2,
         group_index=torch.tensor([0, 1, 0, 1], dtype=torch.int32),
     )
-    assert found.shape == (1, 4)
-    assert found.dense().tolist() == [[0.0, -2.0, 1.0, 2.0]]  # (1-1)/2, (-2+1)*2, (3-1)/2, (0+1)*2
-    assert found.dense(torch.bfloat16).dtype == torch.bfloat16
+    assert actual.shape == (1, 4)
+    assert actual.dense().tolist() == [[0.0, -2.0, 1.0, 2.0]]  # (1-1)/2, (-2+1)*2, (3-1)/2, (0+1)*2
+    assert actual.dense(torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
 def test_permuted_columns_with_their_index_are_the_same_weight(grid):
-    found = quantize(random(3, 12, seed=4), grid, 4)
+    actual = quantize(random(3, 12, seed=4), grid, 4)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     index = (torch.arange(12) // 4)[order].to(torch.int32)
-    moved = replace(found, codes=found.codes[:, order], group_index=index)
-    assert torch.equal(moved.dense(), found.dense()[:, order])
+    moved = replace(actual, codes=actual.codes[:, order], group_index=index)
+    assert torch.equal(moved.dense(), actual.dense()[:, order])
 
 
 def test_codes_of_tables_and_floats_are_unsigned():
@@ -318,11 +318,11 @@ def test_codes_of_tables_and_floats_are_unsigned():
 def test_the_rounding_error_of_integers_is_at_most_half_a_step():
     weight = random(16, 64, seed=5)
     for symmetric in (True, False):
-        found = quantize(weight, GRIDS["int4"], 16, symmetric)
-        step = spread(found.scale, 64, 16)
+        actual = quantize(weight, GRIDS["int4"], 16, symmetric)
+        step = spread(actual.scale, 64, 16)
         # the zero point is rounded too, which can push an end of the range out by up to half a step more
-        assert ((found.dense() - weight).abs() <= step * (0.5 if symmetric else 1) * (1 + 1e-5)).all()
-        assert math.isclose(float((found.dense() - weight).pow(2).mean() / step.pow(2).mean()), 1 / 12, rel_tol=0.15)
+        assert ((actual.dense() - weight).abs() <= step * (0.5 if symmetric else 1) * (1 + 1e-5)).all()
+        assert math.isclose(float((actual.dense() - weight).pow(2).mean() / step.pow(2).mean()), 1 / 12, rel_tol=0.15)
 
 
 @pytest.mark.parametrize(
@@ -331,10 +331,10 @@ def test_the_rounding_error_of_integers_is_at_most_half_a_step():
 def test_absmean_is_the_mean_magnitude_by_hand(group_size, scales):
     """A short last group has its own mean; ternary: round(w / mean), clipped."""
     weight = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.0, 2.0]])
-    found = quantize(weight, GRIDS["ternary"], group_size, search="absmean")
-    assert found.scale.tolist() == scales
+    actual = quantize(weight, GRIDS["ternary"], group_size, search="absmean")
+    assert actual.scale.tolist() == scales
     half = 0 if group_size == "channel" else 1  # 1 / 2 is a tie, which goes to 0
-    assert (found.dense() / spread(found.scale, 3, group_size)).tolist() == [[half, -1, 1], [-1, 0, 1]]
+    assert (actual.dense() / spread(actual.scale, 3, group_size)).tolist() == [[half, -1, 1], [-1, 0, 1]]
 
 
 @pytest.mark.parametrize("group_size", [2, "channel", "tensor"])
@@ -342,5 +342,5 @@ def test_the_mean_magnitude_is_that_of_the_kept_weights(group_size):
     weight = torch.tensor([[1.0, -2.0, 3.0, 5.0], [-1.0, 3.0, 2.0, 0.0]])
     mask = torch.tensor([[True, False, True, False], [True, False, False, True]])
     scales = {2: [[1.0, 3.0], [1.0, 0.0]], "channel": [[2.0], [0.5]], "tensor": [[1.25]]}[group_size]
-    found = quantize(weight, GRIDS["ternary"], group_size, search="absmean", mask=mask).scale
-    assert found.clamp(min=1e-6).tolist() == torch.tensor(scales).clamp(min=1e-6).tolist()
+    actual = quantize(weight, GRIDS["ternary"], group_size, search="absmean", mask=mask).scale
+    assert actual.clamp(min=1e-6).tolist() == torch.tensor(scales).clamp(min=1e-6).tolist()

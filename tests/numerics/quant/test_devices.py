@@ -17,23 +17,26 @@ def test_a_gpu_gives_the_codes_of_the_cpu(name, monkeypatch):
     grid = GRIDS[name]
     size = 32 if grid.group_size is None else grid.group_size
     for symmetric in (True,) if grid.symmetric_only else (True, False):
-        wanted = quantize(WEIGHT, grid, size, symmetric)
+        expected = quantize(WEIGHT, grid, size, symmetric)
         with simulated(monkeypatch):
-            found = quantize(WEIGHT.to("cuda"), grid, size, symmetric)
-            pairs = [(found.codes, wanted.codes), (found.scale, wanted.scale), (found.zero, wanted.zero)]
-            assert all(one is None if other is None else torch.equal(one.cpu(), other) for one, other in pairs)
+            actual = quantize(WEIGHT.to("cuda"), grid, size, symmetric)
+            pairs = [(actual.codes, expected.codes), (actual.scale, expected.scale), (actual.zero, expected.zero)]
+            assert all(
+                single is None if alternative is None else torch.equal(single.cpu(), alternative)
+                for single, alternative in pairs
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "symmetric"), [("int8", True), ("int8", False), ("int4", True), ("fp8_e4m3", True)])
 def test_a_gpu_rounds_inputs_as_the_cpu_does(name, symmetric, dtype, monkeypatch):
     x = WEIGHT.to(dtype)
-    wanted = round_inputs(x, GRIDS[name], symmetric=symmetric, clip=0.9)
+    expected = round_inputs(x, GRIDS[name], symmetric=symmetric, clip=0.9)
     with simulated(monkeypatch):
-        assert torch.equal(round_inputs(x.to("cuda"), GRIDS[name], symmetric=symmetric, clip=0.9).cpu(), wanted)
+        assert torch.equal(round_inputs(x.to("cuda"), GRIDS[name], symmetric=symmetric, clip=0.9).cpu(), expected)
 
 
 def test_a_gpu_fits_pairs_as_the_cpu_does(monkeypatch):
-    wanted = fit_pairs(WEIGHT, 32, torch.float32)
+    expected = fit_pairs(WEIGHT, 32, torch.float32)
     with simulated(monkeypatch):
-        assert torch.equal(fit_pairs(WEIGHT.to("cuda"), 32, torch.float32).cpu(), wanted)
+        assert torch.equal(fit_pairs(WEIGHT.to("cuda"), 32, torch.float32).cpu(), expected)

@@ -12,10 +12,10 @@ def one_group(values, scale, grid, zero=None):
     values = torch.tensor([[values]], requires_grad=True)
     scale = torch.tensor([[[scale]]], requires_grad=True)
     zero = None if zero is None else torch.tensor([[[float(zero)]]], requires_grad=True)
-    found = learned_step(values, scale, zero, GRIDS[grid])
-    found.backward(torch.arange(1, values.shape[-1] + 1).float()[None, None])
+    actual = learned_step(values, scale, zero, GRIDS[grid])
+    actual.backward(torch.arange(1, values.shape[-1] + 1).float()[None, None])
     shift = None if zero is None else zero.grad.item()
-    return found.flatten().tolist(), values.grad.flatten().tolist(), scale.grad.item(), shift
+    return actual.flatten().tolist(), values.grad.flatten().tolist(), scale.grad.item(), shift
 
 
 def test_the_gradients_of_learned_steps_by_hand():
@@ -64,6 +64,6 @@ def test_the_ends_of_grids(name, ends):
 def test_straight_through_is_exact_forward_and_the_identity_backward():
     values = torch.tensor([0.1, -7.3, 1e-8], requires_grad=True)
     rounded = torch.tensor([0.3, -7.0, 0.7])
-    found = straight(values, rounded)
-    found.backward(torch.tensor([1.0, 2.0, 3.0]))
-    assert torch.equal(found, rounded) and values.grad.tolist() == [1, 2, 3]
+    actual = straight(values, rounded)
+    actual.backward(torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(actual, rounded) and values.grad.tolist() == [1, 2, 3]

@@ -30,33 +30,33 @@ def error(code, states, bits, count=64, factor=1.0):
     """The mean squared error of a Gaussian source in sequences of 256."""
     values, source = all_values(code, states), random(count, 256, seed=5)
     scale = factor * best_scale(bits, values)
-    found = Viterbi(values, Trellis(states, bits, length_of(code))).tail_biting(source / scale)
-    return float((values[found].flatten(1) * scale - source).square().mean())
+    actual = Viterbi(values, Trellis(states, bits, length_of(code))).tail_biting(source / scale)
+    return float((values[actual].flatten(1) * scale - source).square().mean())
 
 
 def test_1mad_by_bytes():
-    wanted = [(sum(((34038481 * x + 76625530) % 2**32).to_bytes(4, "little")) - 510) / 147.8 for x in SOME]
-    torch.testing.assert_close(one_mad(torch.tensor(SOME)), torch.tensor(wanted))
+    expected = [(sum(((34038481 * x + 76625530) % 2**32).to_bytes(4, "little")) - 510) / 147.8 for x in SOME]
+    torch.testing.assert_close(one_mad(torch.tensor(SOME)), torch.tensor(expected))
 
 
 def test_3inst_by_bits_of_float16():
-    wanted = []
+    expected = []
     for x in SOME:
         halves = struct.unpack("<HH", ((89226354 * x + 64248484) % 2**32).to_bytes(4, "little"))
         # sign, the last two bits of the exponent and the mantissa of 0.922 in float16, 0x3b60
         numbers = [struct.unpack("<e", struct.pack("<H", (half & 0x8FFF) ^ 0x3B60))[0] for half in halves]
-        wanted.append(struct.unpack("<e", struct.pack("<e", sum(numbers)))[0])
-    assert three_instructions(torch.tensor(SOME)).tolist() == wanted
+        expected.append(struct.unpack("<e", struct.pack("<e", sum(numbers)))[0])
+    assert three_instructions(torch.tensor(SOME)).tolist() == expected
 
 
 def test_hyb_by_bits_of_the_hash():
     table = torch.arange(1024.0).view(512, 2) + 1
-    wanted = []
+    expected = []
     for x in SOME:
         bits = f"{x * x + x:032b}"[::-1]
-        first, second = table[int(bits[6:15][::-1], 2)].tolist()
-        wanted.append([first, -second if bits[15] == "1" else second])
-    assert hybrid(torch.tensor(SOME), table).tolist() == wanted
+        first_result, second = table[int(bits[6:15][::-1], 2)].tolist()
+        expected.append([first_result, -second if bits[15] == "1" else second])
+    assert hybrid(torch.tensor(SOME), table).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_values_look_gaussian(code, variance):
     kurtosis = float(values.pow(4).mean() / values.square().mean() ** 2)
     assert 2.4 < kurtosis < 3.6  # 3; of a uniform distribution 1.8
     # the values after a state: the same bits, and two new ones
-    after = values[:, 0].view(-1, 4 ** length_of(code)).std(1) / math.sqrt(variance)
-    assert after.mean() > 0.75 and (after < 0.1).float().mean() < 0.02
+    updated = values[:, 0].view(-1, 4 ** length_of(code)).std(1) / math.sqrt(variance)
+    assert updated.mean() > 0.75 and (updated < 0.1).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("code", ["1mad", "3inst"])
@@ -84,9 +84,9 @@ def test_the_errors_of_table_2_with_4096_states(code, bits, paper):
 @pytest.mark.parametrize(("bits", "wanted"), [(1, 0.277), (1.5, 0.144), (2.5, 0.040)])
 def test_pairs_take_half_bits_too(bits, wanted):
     """Near the rate distortion of a Gaussian source, 4^-bits, and worse than it; the best scale is within 1%."""
-    found = error("hyb", 12, bits)
-    assert found == pytest.approx(wanted, rel=0.04) and 4**-bits < found < 1.35 * 4**-bits
-    assert found < 1.01 * min(error("hyb", 12, bits, factor=factor) for factor in (0.96, 1.04))
+    actual = error("hyb", 12, bits)
+    assert actual == pytest.approx(wanted, rel=0.04) and 4**-bits < actual < 1.35 * 4**-bits
+    assert actual < 1.01 * min(error("hyb", 12, bits, factor=factor) for factor in (0.96, 1.04))
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_the_errors_of_table_1_with_65536_states(code, paper):
 
 @pytest.mark.parametrize("code", CODES)
 def test_more_states_and_more_bits_are_better(code):
-    here = error(code, 9, 2, 24)
-    assert error(code, 11, 2, 24) < 0.95 * here and error(code, 9, 3, 24) < 0.4 * here
+    position = error(code, 9, 2, 24)
+    assert error(code, 11, 2, 24) < 0.95 * position and error(code, 9, 3, 24) < 0.4 * position
 
 
 @pytest.mark.parametrize("code", CODES)

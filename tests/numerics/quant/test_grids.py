@@ -97,10 +97,10 @@ def test_asymmetric_scale_and_zero_by_hand():
 )
 def test_an_asymmetric_range_always_holds_zero(values, zero):
     grid = GRIDS["int4"]
-    scale, found = fit(grid, values, symmetric=False)
-    assert (scale, found) == (pytest.approx(3 / 15), zero)
-    scale, found = torch.tensor(scale), torch.tensor(found)
-    assert grid.decode(grid.encode(torch.tensor(0.0), scale, found), scale, found) == 0
+    scale, actual = fit(grid, values, symmetric=False)
+    assert (scale, actual) == (pytest.approx(3 / 15), zero)
+    scale, actual = torch.tensor(scale), torch.tensor(actual)
+    assert grid.decode(grid.encode(torch.tensor(0.0), scale, actual), scale, actual) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -195,8 +195,8 @@ def test_the_zero_point_is_added_before_rounding():
 
 def test_fp8_saturates_instead_of_overflowing():
     for name, top in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
-        grid, one = GRIDS[name], torch.tensor(1.0)
-        assert grid.decode(grid.encode(torch.tensor([1e9, -1e9]), one, None), one, None).tolist() == [top, -top]
+        grid, single = GRIDS[name], torch.tensor(1.0)
+        assert grid.decode(grid.encode(torch.tensor([1e9, -1e9]), single, None), single, None).tolist() == [top, -top]
 
 
 @pytest.mark.parametrize("grid", ALL, ids=by_name)
@@ -206,10 +206,10 @@ def test_encode_finds_the_nearest_value(grid, values, power):
     scale = torch.tensor(2.0**power)  # a power of two, so that dividing by it is exact
     values = torch.tensor(values)
     levels = (grid.decode(every_code(grid), scale, None)).double()
-    found = grid.decode(grid.encode(values, scale, None), scale, None).double()
+    actual = grid.decode(grid.encode(values, scale, None), scale, None).double()
     nearest = (values.double()[:, None] - levels).abs().amin(1)
     slack = 1e-6 * levels.abs().max()  # NF4's midpoints are rounded to float32
-    assert ((values.double() - found).abs() <= nearest + (slack if grid.name == "nf4" else 0)).all()
+    assert ((values.double() - actual).abs() <= nearest + (slack if grid.name == "nf4" else 0)).all()
 
 
 @pytest.mark.parametrize("grid", ALL, ids=by_name)
@@ -230,18 +230,18 @@ def test_encoding_what_codes_decode_to_gives_the_codes(grid, scale, share):
 def test_grids_with_a_minimum_reach_both_ends_of_any_range(grid, low, range_):
     values = torch.tensor([low, low + range_ / 2, low + range_])
     scale, minimum = grid.fit(values.min(), values.max(), False, torch.float32)
-    found = grid.decode(grid.encode(values, scale, minimum), scale, minimum)
+    actual = grid.decode(grid.encode(values, scale, minimum), scale, minimum)
     assert float(minimum) == float(values[0])
-    assert ((found - values).abs() <= scale / 2 * 1.001 + 1e-5 * values.abs().max()).all()
+    assert ((actual - values).abs() <= scale / 2 * 1.001 + 1e-5 * values.abs().max()).all()
 
 
 @pytest.mark.parametrize("grid", ALL, ids=by_name)
 def test_the_ends_of_the_fitted_range_are_met_within_half_a_step(grid):
     values = torch.tensor([[-1.0, 0.3, 1.0]])
-    found = quantize(values, grid, "channel", not grid.offset)
-    half = found.scale * 0.5 if isinstance(grid, IntGrid) or grid.offset or grid.scaling != FloatScale() else 1e-6
+    actual = quantize(values, grid, "channel", not grid.offset)
+    half = actual.scale * 0.5 if isinstance(grid, IntGrid) or grid.offset or grid.scaling != FloatScale() else 1e-6
     slack = 1e-5 if grid.block == 1 else 2**-11  # the step of a super-block is rounded to float16
-    assert ((found.dense() - values).abs()[:, [0, 2]] <= half + slack).all()
+    assert ((actual.dense() - values).abs()[:, [0, 2]] <= half + slack).all()
 
 
 @pytest.mark.parametrize("grid", OTHERS, ids=by_name)
@@ -255,10 +255,10 @@ def test_tables_and_floats_have_no_zero_point(grid):
 def test_ternary_and_binary_by_hand():
     """Scale 0.5: ternary rounds w / 0.5 and clips it to -1, 0, 1; binary is the sign, that of zero being -1."""
     values, scale = torch.tensor([1.7, 0.3, 0.2, 0.0, -0.1, -0.26, -9.0]), torch.tensor(0.5)
-    for name, wanted in (("ternary", [1, 1, 0, 0, 0, -1, -1]), ("binary", [1, 1, 1, -1, -1, -1, -1])):
+    for name, expected in (("ternary", [1, 1, 0, 0, 0, -1, -1]), ("binary", [1, 1, 1, -1, -1, -1, -1])):
         grid = GRIDS[name]
         codes = grid.encode(values, scale, None)
-        assert grid.decode(codes, scale, None).tolist() == [0.5 * level for level in wanted]
+        assert grid.decode(codes, scale, None).tolist() == [0.5 * level for level in expected]
         assert grid.averaged and codes.max() < 2**grid.bits
 
 
@@ -268,14 +268,14 @@ def test_integers_can_have_a_zero_point():
 
 def test_e2m1_ties_go_to_the_even_neighbour_and_zero_keeps_its_sign():
     values = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0]
-    one = torch.tensor(1.0)
+    single = torch.tensor(1.0)
     grid = GRIDS["fp4_e2m1"]
-    wanted = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
-    codes = grid.encode(torch.tensor(values), one, None)
+    expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+    codes = grid.encode(torch.tensor(values), single, None)
     assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7]
-    assert grid.decode(codes, one, None).tolist() == wanted
-    assert grid.encode(-torch.tensor(values), one, None).tolist() == (codes + 8).tolist()
-    assert grid.encode(torch.tensor([-0.0, -0.1, 0.1, 0.0]), one, None).tolist() == [8, 8, 0, 0]
+    assert grid.decode(codes, single, None).tolist() == expected
+    assert grid.encode(-torch.tensor(values), single, None).tolist() == (codes + 8).tolist()
+    assert grid.encode(torch.tensor([-0.0, -0.1, 0.1, 0.0]), single, None).tolist() == [8, 8, 0, 0]
 
 
 @quick
@@ -309,8 +309,8 @@ def test_a_transposed_tensor_has_the_same_codes_and_no_warning(grid, recwarn):
     values, scale = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).T, torch.tensor(0.5)
     torch.set_warn_always(True)  # otherwise one warning per program
     try:
-        found = grid.encode(values, scale, None)
+        actual = grid.encode(values, scale, None)
     finally:
         torch.set_warn_always(False)
-    assert torch.equal(found, grid.encode(values.contiguous(), scale, None))
+    assert torch.equal(actual, grid.encode(values.contiguous(), scale, None))
     assert [str(warning.message) for warning in recwarn] == []

@@ -11,8 +11,8 @@ from compress.numerics.quant.lattice import GAUSSIAN, SHIFT, STAGES, count_bytes
 
 def every_code():
     """All codes of E8P."""
-    first, second = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
-    return torch.stack([first, second], dim=-1).view(-1, 2).to(torch.uint8)
+    first_result, second = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
+    return torch.stack([first_result, second], dim=-1).view(-1, 2).to(torch.uint8)
 
 
 def test_the_vectors_of_the_first_byte():
@@ -48,10 +48,10 @@ def test_a_code_by_hand():
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
 def test_the_nearest_point_is_found(scale):
     runs = random(60, 8) * scale
-    found = decode(nearest(runs, 2), 2)
+    actual = decode(nearest(runs, 2), 2)
     points = decode(every_code(), 2)
     best = torch.cdist(runs.double(), points.double()).amin(1)
-    torch.testing.assert_close((runs - found).norm(dim=1).double(), best, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((runs - actual).norm(dim=1).double(), best, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", STAGES)

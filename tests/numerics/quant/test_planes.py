@@ -27,11 +27,11 @@ def split_error(values):
 
 def error(values, a, b):
     """The least squared error of each row: every weight at the nearest of the four levels, one by one."""
-    found = []
-    for row, first, second in zip(values.tolist(), a.tolist(), b.tolist(), strict=True):
-        levels = [s * first + t * second for s in (-1, 1) for t in (-1, 1)]
-        found.append(sum(min((w - level) ** 2 for level in levels) for w in row))
-    return torch.tensor(found)
+    actual = []
+    for row, first_result, second in zip(values.tolist(), a.tolist(), b.tolist(), strict=True):
+        levels = [s * first_result + t * second for s in (-1, 1) for t in (-1, 1)]
+        actual.append(sum(min((w - level) ** 2 for level in levels) for w in row))
+    return torch.tensor(actual)
 
 
 def test_by_hand():
@@ -71,15 +71,15 @@ def test_errors_of_the_columns_after_each_count_are_those_of_these_columns_alone
     values, counts = random(5, 24), (1, 2, 7, 23)
     values[1], values[:, 3] = 0.5, -0.5  # equal magnitudes
     order = random(24, seed=4).argsort()
-    for count, found in zip(counts, split_errors(values, order, counts), strict=True):
-        torch.testing.assert_close(found, split_error(values[:, order[count:]]), rtol=1e-4, atol=1e-5)
+    for count, actual in zip(counts, split_errors(values, order, counts), strict=True):
+        torch.testing.assert_close(actual, split_error(values[:, order[count:]]), rtol=1e-4, atol=1e-5)
 
 
 def test_signs_are_those_of_the_nearest_level():
     values, a, b = random(3, 50), torch.tensor([1.0, 0.8, 0.5]), torch.tensor([0.3, 0.8, 0.0])
-    first, second = nearest_signs(values, a[:, None], b[:, None])
-    found = ((values - first * a[:, None] - second * b[:, None]) ** 2).sum(1)
-    torch.testing.assert_close(found, error(values, a, b))
+    first_result, second = nearest_signs(values, a[:, None], b[:, None])
+    actual = ((values - first_result * a[:, None] - second * b[:, None]) ** 2).sum(1)
+    torch.testing.assert_close(actual, error(values, a, b))
 
 
 def test_one_weight_is_a_set_alone():
@@ -107,10 +107,10 @@ def test_levels_are_all_sums_and_the_nearest_is_taken(count):
         ]
         assert sorted(levels[row].tolist()) == pytest.approx(sorted(sums), abs=1e-6)
     index = nearest_level(values, scales)
-    found = (signs_of(index, count) * scales[:, None]).sum(-1)
-    torch.testing.assert_close(found, levels.gather(1, index))
+    actual = (signs_of(index, count) * scales[:, None]).sum(-1)
+    torch.testing.assert_close(actual, levels.gather(1, index))
     torch.testing.assert_close(
-        (found - values).abs(), (levels[:, None] - values[..., None]).abs().amin(-1), atol=1e-6, rtol=0
+        (actual - values).abs(), (levels[:, None] - values[..., None]).abs().amin(-1), atol=1e-6, rtol=0
     )
 
 

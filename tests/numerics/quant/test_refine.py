@@ -33,9 +33,9 @@ def int_codes(values, scale, name="int4", group_size="channel"):
 
 def test_the_scale_of_independent_inputs_is_the_regression_on_the_codes():
     # codes 1 and -2 for 1.1 and -1.8 with scale 1: (1.1 + 3.6) / (1 + 4) = 0.94
-    found = refined(torch.tensor([[1.1, -1.8]]), int_codes([[1, -2]], [[1.0]]), torch.eye(2), 1, WHOLE)
-    assert found.scale.item() == pytest.approx(0.94)
-    assert found.codes.tolist() == [[1, -2]]
+    actual = refined(torch.tensor([[1.1, -1.8]]), int_codes([[1, -2]], [[1.0]]), torch.eye(2), 1, WHOLE)
+    assert actual.scale.item() == pytest.approx(0.94)
+    assert actual.codes.tolist() == [[1, -2]]
     half = refined(torch.tensor([[1.1, -1.8]]), int_codes([[1, -2]], [[1.0]]), torch.eye(2), 1, torch.bfloat16)
     assert half.scale.item() == torch.tensor(0.94).bfloat16().item()
 
@@ -45,8 +45,8 @@ def test_a_code_is_decided_again_when_the_errors_of_later_columns_exist():
     hessian = torch.tensor([[1.0, 0.99], [0.99, 1.0]])
     start = int_codes([[0, 0]], [[1.0]])
     assert row_errors(torch.tensor([[0.45, 0.45]]), hessian, start).item() == pytest.approx(0.806, abs=1e-3)
-    found = refined(torch.tensor([[0.45, 0.45]]), start, hessian, 1, WHOLE)
-    assert sorted(found.codes[0].tolist()) == [0, 1]
+    actual = refined(torch.tensor([[0.45, 0.45]]), start, hessian, 1, WHOLE)
+    assert sorted(actual.codes[0].tolist()) == [0, 1]
 
 
 @pytest.mark.parametrize("group_size", [16, "channel"])
@@ -59,15 +59,15 @@ def test_the_scales_of_correlated_inputs_are_the_least_squares_of_the_outputs(gr
     zero = 0 if start.zero is None else spread(start.zero, WIDTH, group_size)
     levels = start.codes.float() - zero
     size = group_size if isinstance(group_size, int) else WIDTH
-    wanted = []
+    expected = []
     for level, row in zip(levels, weight, strict=True):
         parts = torch.stack([rows[:, i : i + size] @ level[i : i + size] for i in range(0, WIDTH, size)], dim=1)
-        wanted.append(torch.linalg.lstsq(parts.double(), (rows @ row)[:, None].double()).solution[:, 0])
-    wanted = torch.stack(wanted).float()
+        expected.append(torch.linalg.lstsq(parts.double(), (rows @ row)[:, None].double()).solution[:, 0])
+    expected = torch.stack(expected).float()
     # the codes change afterwards, so compare with the scales before that
-    found = refined(weight, start, hessian, 1, WHOLE)
-    torch.testing.assert_close(found.scale, wanted, rtol=1e-3, atol=1e-4)
-    assert (row_errors(weight, hessian, found) < row_errors(weight, hessian, start)).all()
+    actual = refined(weight, start, hessian, 1, WHOLE)
+    torch.testing.assert_close(actual.scale, expected, rtol=1e-3, atol=1e-4)
+    assert (row_errors(weight, hessian, actual) < row_errors(weight, hessian, start)).all()
 
 
 @pytest.mark.parametrize("name", ["int2", "int3", "int4", "nf4", "fp4_e2m1", "nvfp4", "uint4"])
@@ -75,21 +75,21 @@ def test_no_row_gets_worse_and_the_end_is_a_local_optimum(name):
     grid = GRIDS[name]
     weight, hessian, size = random(6, 64, seed=2), hessian_of(correlated(width=64)), grid.group_size or 16
     start = quantize(weight, grid, size, not grid.offset)
-    before, last = row_errors(weight, hessian, start), start
+    original, last_result = row_errors(weight, hessian, start), start
     for _ in range(20):
-        found = refined(weight, last, hessian, 1, WHOLE)
-        errors = row_errors(weight, hessian, found)
-        assert (errors <= before * (1 + 1e-4)).all()
-        if torch.equal(found.codes, last.codes):
+        actual = refined(weight, last_result, hessian, 1, WHOLE)
+        errors = row_errors(weight, hessian, actual)
+        assert (errors <= original * (1 + 1e-4)).all()
+        if torch.equal(actual.codes, last_result.codes):
             break
-        before, last = errors, found
+        original, last_result = errors, actual
     assert errors.sum() < 0.6 * row_errors(weight, hessian, start).sum()
     low = grid.lowest_stored
     for column, step in product(range(0, 64, 7), (-1, 1)):  # no neighbour of a code is better
-        changed = found.codes.to(torch.int16)
+        changed = actual.codes.to(torch.int16)
         changed[:, column] = (changed[:, column] + step).clamp(low, low + 2**grid.bits - 1)
-        other = replace(found, codes=changed.to(found.codes.dtype))
-        assert (row_errors(weight, hessian, other) >= errors * (1 - 1e-4)).all()
+        alternative = replace(actual, codes=changed.to(actual.codes.dtype))
+        assert (row_errors(weight, hessian, alternative) >= errors * (1 - 1e-4)).all()
 
 
 def test_from_every_start_the_best_of_all_codes_is_a_fixed_point():
@@ -104,9 +104,9 @@ def test_from_every_start_the_best_of_all_codes_is_a_fixed_point():
     }
     best = min(errors, key=errors.__getitem__)
     start = Codes(torch.tensor([best], dtype=torch.int8), scale, None, grid, 4)
-    found = refined(weight, start, hessian, 3, WHOLE)
-    assert row_errors(weight, hessian, found).item() <= errors[best]
-    assert found.codes.tolist() == [list(best)] or row_errors(weight, hessian, found).item() < errors[best]
+    actual = refined(weight, start, hessian, 3, WHOLE)
+    assert row_errors(weight, hessian, actual).item() <= errors[best]
+    assert actual.codes.tolist() == [list(best)] or row_errors(weight, hessian, actual).item() < errors[best]
 
 
 def test_the_mask_stays_and_groups_of_any_columns_work():
@@ -116,10 +116,10 @@ def test_the_mask_stays_and_groups_of_any_columns_work():
     grid = GRIDS["int4"]
     codes = grid.encode(weight * mask, scale[:, index.long()], None).to(torch.int8)
     start = Codes(codes, scale, None, grid, 16, index)
-    found = refined(weight * mask, start, hessian_of(rows), 2, WHOLE, mask, torch.arange(WIDTH).flip(0))
-    assert (found.dense()[~mask] == 0).all() and torch.equal(found.group_index, index)
-    before, after = (row_errors(weight * mask, hessian_of(rows), each) for each in (start, found))
-    assert (after < before).all()
+    actual = refined(weight * mask, start, hessian_of(rows), 2, WHOLE, mask, torch.arange(WIDTH).flip(0))
+    assert (actual.dense()[~mask] == 0).all() and torch.equal(actual.group_index, index)
+    original, updated = (row_errors(weight * mask, hessian_of(rows), item) for item in (start, actual))
+    assert (updated < original).all()
 
 
 def test_negative_scales_only_where_they_are_allowed():
@@ -136,17 +136,17 @@ def test_what_has_no_scales_of_its_own_keeps_them():
     weight = random(5, WIDTH)
     for name, size in (("int4", "tensor"), ("nvfp4", 16), ("uint4", 16)):
         start = quantize(weight, GRIDS[name], size, name != "uint4")
-        found = refined(weight, start, hessian, 1, WHOLE)
-        assert not refits(start) and torch.equal(found.scale, start.scale)
-        assert row_errors(weight, hessian, found).sum() < row_errors(weight, hessian, start).sum()
+        actual = refined(weight, start, hessian, 1, WHOLE)
+        assert not refits(start) and torch.equal(actual.scale, start.scale)
+        assert row_errors(weight, hessian, actual).sum() < row_errors(weight, hessian, start).sum()
 
 
 def test_a_group_of_zeros_keeps_its_scale_and_no_round_changes_nothing():
     weight = random(3, 32)
     weight[1, :16] = 0
     start = quantize(weight, GRIDS["int4"], 16)
-    found = refined(weight, start, hessian_of(correlated(width=32)), 2, WHOLE)
-    assert found.scale.isfinite().all()
+    actual = refined(weight, start, hessian_of(correlated(width=32)), 2, WHOLE)
+    assert actual.scale.isfinite().all()
     assert refined(weight, start, torch.eye(32), 0, WHOLE) is start
 
 
@@ -154,21 +154,21 @@ def test_the_terms_of_a_sum_are_refined_for_what_the_others_leave():
     weight, rows = random(6, WIDTH), correlated()
     hessian, mask = hessian_of(rows), random(6, WIDTH, seed=1) > 1
     coarse, fine = GRIDS["binary"], GRIDS["int4"]
-    first = Codes((weight > 0).to(torch.uint8), weight.abs().mean(1, keepdim=True), None, coarse, "channel")
+    first_result = Codes((weight > 0).to(torch.uint8), weight.abs().mean(1, keepdim=True), None, coarse, "channel")
     scale = torch.full((6, 1), 0.3)
-    left = (weight - first.dense()) * mask
-    second = Codes(fine.encode(left, scale, None).to(torch.int8), scale, None, fine, "channel")
+    residual = (weight - first_result.dense()) * mask
+    second = Codes(fine.encode(residual, scale, None).to(torch.int8), scale, None, fine, "channel")
 
     def error(terms):
         difference = weight - sum(term.dense() for term in terms)
         return ((difference @ hessian) * difference).sum(1)
 
-    found = [first, second]
+    actual = [first_result, second]
     for _ in range(3):
-        before = error(found)
-        found = refined_sum(weight, found, hessian, 1, WHOLE, (None, mask))
-        assert (error(found) <= before * (1 + 1e-5)).all()
-        assert not bool(found[1].dense()[~mask].any())
-    assert float(error(found).sum()) < 0.5 * float(error([first, second]).sum())
-    alone = refined_sum(weight, [first], hessian, 2, WHOLE)
-    assert torch.equal(alone[0].dense(), refined(weight, first, hessian, 2, WHOLE).dense())
+        original = error(actual)
+        actual = refined_sum(weight, actual, hessian, 1, WHOLE, (None, mask))
+        assert (error(actual) <= original * (1 + 1e-5)).all()
+        assert not bool(actual[1].dense()[~mask].any())
+    assert float(error(actual).sum()) < 0.5 * float(error([first_result, second]).sum())
+    alone = refined_sum(weight, [first_result], hessian, 2, WHOLE)
+    assert torch.equal(alone[0].dense(), refined(weight, first_result, hessian, 2, WHOLE).dense())

@@ -51,10 +51,10 @@ def test_a_rounded_scale_is_positive_and_exact_to_the_file_and_back(kind, extent
 def test_one_group_of_a_matrix_is_rounded_as_in_the_whole(kind, extents):
     extent = torch.tensor(extents * 3).view(3, -1)
     shared = kind.fit_shared(extent, SPAN, None)
-    whole = kind.round(extent, SPAN, F32, shared)
+    full = kind.round(extent, SPAN, F32, shared)
     for group in range(extent.shape[1]):
         part = kind.part(shared, 3, extent.shape[1], group)
-        assert torch.equal(kind.round(extent[:, group : group + 1], SPAN, F32, part)[:, 0], whole[:, group])
+        assert torch.equal(kind.round(extent[:, group : group + 1], SPAN, F32, part)[:, 0], full[:, group])
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_one_group_of_a_matrix_is_rounded_as_in_the_whole(kind, extents):
     ],
 )
 def test_the_exponent_of_mxfp4_by_hand(amax, scale):
-    found = scales(E8M0(), [float(amax)])
-    assert found.tolist() == [scale]
-    assert E8M0().encode(found, None).tolist() == [127 + math.log2(scale)]
+    actual = scales(E8M0(), [float(amax)])
+    assert actual.tolist() == [scale]
+    assert E8M0().encode(actual, None).tolist() == [127 + math.log2(scale)]
 
 
 @quick
@@ -101,14 +101,14 @@ def test_the_global_scale_of_nvfp4_by_hand():
     assert kind.fit_shared(torch.tensor([[1.0, 3.0]]), SPAN, 6.0).tolist() == [448]  # another layer is larger
     assert kind.fit_shared(torch.tensor([[0.0]]), SPAN, None).tolist() == [1]
     shared = torch.tensor([896.0])
-    found = kind.round(torch.tensor([[3.0, 1.0, 0.0, 1e-7]]), SPAN, F32, shared)
+    actual = kind.round(torch.tensor([[3.0, 1.0, 0.0, 1e-7]]), SPAN, F32, shared)
     # 3 -> 448; 1/6 * 896 = 149.33 -> 144, the nearest of 8 steps in 128..256; nothing -> eps; too little -> 2^-9
-    assert (found * shared).tolist() == [[448.0, 144.0, 0.125, 2.0**-9]]
+    assert (actual * shared).tolist() == [[448.0, 144.0, 0.125, 2.0**-9]]
 
 
 def test_scales_of_nvfp4_saturate_where_a_group_grows_beyond_the_global_scale():
-    found = Float8Scale().round(torch.tensor([[30.0]]), SPAN, F32, torch.tensor([896.0]))
-    assert found.item() == 0.5  # 448 / 896
+    actual = Float8Scale().round(torch.tensor([[30.0]]), SPAN, F32, torch.tensor([896.0]))
+    assert actual.item() == 0.5  # 448 / 896
 
 
 @quick
@@ -173,5 +173,5 @@ def test_what_has_no_shared_numbers_is_told_so():
     for name, grid in GRIDS.items():
         tiles = dict.fromkeys(("uint2_tile", "uint3_tile", "uint4_tile"), 4 * 4)  # four numbers of four tiles
         count = {"nvfp4": 1, "nf4_dq": 2, "nf4_bnb_dq": 2, "fp4_bnb_dq": 2, **blocks, **tiles}.get(name)
-        found = fit_shared(weight, grid, 16)
-        assert (found is None) if count is None else found.numel() == count
+        actual = fit_shared(weight, grid, 16)
+        assert (actual is None) if count is None else actual.numel() == count

@@ -40,12 +40,12 @@ def test_scales_and_minima_are_exact_to_the_file_and_back(rows, groups, bits, se
     assert shared.numel() == kind.shared_count(rows, groups) and torch.equal(shared.half().float(), shared)
     scale, minimum = kind.round(scale, 1, torch.float32, shared), kind.round_minimum(minimum, torch.float32, shared)
     assert (scale > 0).all() and (minimum <= 0).all()
-    for stored, decode, wanted in (
+    for stored, decode, expected in (
         (kind.encode(scale, shared), kind.decode, scale),
         (kind.encode_minimum(minimum, shared), kind.decode_minimum, minimum),
     ):
         assert stored.shape == (rows, kind.stored_width(groups)) and stored.dtype == kind.stored
-        assert torch.equal(decode(stored, shared.half()), wanted)
+        assert torch.equal(decode(stored, shared.half()), expected)
     for group in range(groups):
         part = kind.part(shared, rows, groups, group)
         assert torch.equal(kind.round(scale[:, group : group + 1], 1, torch.float32, part)[:, 0], scale[:, group])
@@ -60,9 +60,9 @@ def test_a_part_is_as_large_as_its_scheme_says_and_decodes_to_the_codes(name):
     tensors = part.tensors()
     assert sum(t.nbytes for t in tensors.values()) == part.scheme.size_bytes((40, 96), torch.bfloat16)
     assert torch.equal(part.dense(torch.float32), codes.dense())
-    found = CodesPart.read(part.scheme, (40, 96), {f"weight_{n}": t for n, t in tensors.items()}, "weight")
-    assert torch.equal(found.dense(torch.float32), codes.dense())
-    assert torch.equal(found.rows_at(torch.tensor([39, 3]), torch.float32), codes.dense()[[39, 3]])
+    actual = CodesPart.read(part.scheme, (40, 96), {f"weight_{n}": t for n, t in tensors.items()}, "weight")
+    assert torch.equal(actual.dense(torch.float32), codes.dense())
+    assert torch.equal(actual.rows_at(torch.tensor([39, 3]), torch.float32), codes.dense()[[39, 3]])
 
 
 def test_the_bits_of_a_large_layer_are_those_of_the_paper():

@@ -30,10 +30,12 @@ def windows(text, states, step):
 def walks(trellis, steps):
     """The states of all walks, from any first state."""
     mask = 2**trellis.states - 1
-    found = [[first] for first in range(mask + 1)]
+    actual = [[first_result] for first_result in range(mask + 1)]
     for _ in range(steps - 1):
-        found = [[*walk, (walk[-1] << trellis.step_bits & mask) + c] for walk in found for c in range(trellis.branches)]
-    return torch.tensor(found)
+        actual = [
+            [*walk, (walk[-1] << trellis.step_bits & mask) + c] for walk in actual for c in range(trellis.branches)
+        ]
+    return torch.tensor(actual)
 
 
 def errors(sequences, states, values):
@@ -56,10 +58,10 @@ def test_the_example_of_the_paper():
 def test_walks_are_the_best_of_all(trellis):
     values, steps = random(2**trellis.states, trellis.length, seed=1), 4
     sequences = random(50, steps * trellis.length)
-    found = Viterbi(values, trellis).paths(sequences)
-    every = walks(trellis, steps)
-    best = errors(sequences, every, values).min(1)
-    assert torch.equal(found, every[best.indices])
+    actual = Viterbi(values, trellis).paths(sequences)
+    all_values = walks(trellis, steps)
+    best = errors(sequences, all_values, values).min(1)
+    assert torch.equal(actual, all_values[best.indices])
 
 
 @pytest.mark.parametrize("trellis", SMALL, ids=str)
@@ -67,37 +69,37 @@ def test_walks_with_an_overlap_are_the_best_of_those_that_have_it(trellis):
     values, steps = random(2**trellis.states, trellis.length, seed=1), 4
     sequences = random(50, steps * trellis.length)
     overlap = torch.arange(50) % trellis.overlaps
-    found = Viterbi(values, trellis).paths(sequences, overlap)
-    every = walks(trellis, steps)
-    begins, ends = every[:, 0] >> trellis.step_bits, every[:, -1] & (trellis.overlaps - 1)
+    actual = Viterbi(values, trellis).paths(sequences, overlap)
+    all_values = walks(trellis, steps)
+    begins, ends = all_values[:, 0] >> trellis.step_bits, all_values[:, -1] & (trellis.overlaps - 1)
     for at in range(50):
-        allowed = every[(begins == overlap[at]) & (ends == overlap[at])]
-        assert torch.equal(found[at], allowed[errors(sequences[at, None], allowed, values)[0].argmin()])
+        allowed = all_values[(begins == overlap[at]) & (ends == overlap[at])]
+        assert torch.equal(actual[at], allowed[errors(sequences[at, None], allowed, values)[0].argmin()])
 
 
 @pytest.mark.parametrize("trellis", [Trellis(4, 1), Trellis(5, 1), Trellis(4, 2)], ids=str)
 def test_tail_biting_walks_come_near_the_best_of_all_circles(trellis):
     values, length = random(2**trellis.states, 1, seed=1), 16 // trellis.bits
     sequences = random(60, length)
-    found = Viterbi(values, trellis).tail_biting(sequences)
+    actual = Viterbi(values, trellis).tail_biting(sequences)
     circles = torch.tensor(list(itertools.product(range(256), repeat=2)), dtype=torch.uint8)
-    every = errors(sequences, unpack(circles, trellis), values).amin(1)
-    here = (values[found].flatten(1).double() - sequences.double()).square().sum(1)
-    assert (here > every - 1e-6).all()
-    assert ((here - every).abs() < 1e-6).float().mean() > 0.6  # so short circles are the hardest ones
-    assert here.sum() < 1.06 * every.sum()
-    assert torch.equal(unpack(pack(found, trellis), trellis).long(), found)
+    all_values = errors(sequences, unpack(circles, trellis), values).amin(1)
+    position = (values[actual].flatten(1).double() - sequences.double()).square().sum(1)
+    assert (position > all_values - 1e-6).all()
+    assert ((position - all_values).abs() < 1e-6).float().mean() > 0.6  # so short circles are the hardest ones
+    assert position.sum() < 1.06 * all_values.sum()
+    assert torch.equal(unpack(pack(actual, trellis), trellis).long(), actual)
 
 
 @pytest.mark.parametrize(
     "trellis", [Trellis(6, 2), Trellis(6, 2, 2), Trellis(5, 3), Trellis(7, 4), Trellis(8, 1.5, 2)], ids=str
 )
 def test_long_walks_are_tail_biting_and_continue_each_other(trellis):
-    found = Viterbi(random(2**trellis.states, trellis.length), trellis).tail_biting(random(20, 64, seed=1))
-    assert found.shape == (20, 64 // trellis.length)
-    kept = trellis.overlaps - 1
-    assert torch.equal(found & kept, found.roll(-1, 1) >> trellis.step_bits)
-    assert torch.equal(unpack(pack(found, trellis), trellis).long(), found)
+    actual = Viterbi(random(2**trellis.states, trellis.length), trellis).tail_biting(random(20, 64, seed=1))
+    assert actual.shape == (20, 64 // trellis.length)
+    remaining = trellis.overlaps - 1
+    assert torch.equal(actual & remaining, actual.roll(-1, 1) >> trellis.step_bits)
+    assert torch.equal(unpack(pack(actual, trellis), trellis).long(), actual)
 
 
 def test_the_first_search_need_not_see_the_whole_sequence(monkeypatch):
@@ -113,10 +115,10 @@ def test_the_first_search_need_not_see_the_whole_sequence(monkeypatch):
 
 def test_sequences_that_do_not_fit_at_once_are_searched_in_parts(monkeypatch):
     trellis, values, sequences = Trellis(5, 2), random(32, 1, seed=1), random(30, 32)
-    whole = Viterbi(values, trellis).tail_biting(sequences)
+    full = Viterbi(values, trellis).tail_biting(sequences)
     monkeypatch.setattr("compress.numerics.quant.trellis.HELD", 7 * 33 * trellis.overlaps)
     assert search_bytes(trellis, 32, 30) == 4 * 7 * (33 * 8 + 64)
-    assert torch.equal(Viterbi(values, trellis).tail_biting(sequences), whole)
+    assert torch.equal(Viterbi(values, trellis).tail_biting(sequences), full)
 
 
 @given(

@@ -17,9 +17,9 @@ quick = settings(max_examples=8)
 def dense(weight, name, size, importance, search="importance"):
     """The weight rounded to the nearest levels of the scales that a search finds."""
     grid, width = GRIDS[name], weight.shape[1]
-    given = {"importance": importance} if search == "importance" else {}
-    shared = fit_shared(weight, grid, size, None, search, **given)
-    scale, zero = fit(weight, grid, size, not grid.offset, search, shared=shared, **given)
+    inputs = {"importance": importance} if search == "importance" else {}
+    shared = fit_shared(weight, grid, size, None, search, **inputs)
+    scale, zero = fit(weight, grid, size, not grid.offset, search, shared=shared, **inputs)
     step, shift = spread(scale, width, size), None if zero is None else spread(zero, width, size)
     return grid.decode(grid.encode(weight, step, shift), step, shift)
 
@@ -58,26 +58,26 @@ def test_the_weighted_error_is_less_than_with_other_searches(name, seed):
 
 def test_columns_without_importance_do_not_move_the_scale():
     weight = torch.tensor([[1.0, 2.0, -8.0, 3.0, 10.0]])
-    for last, wanted in ((0.0, 7.0), (1e6, 10.0)):
-        importance = torch.tensor([1.0, 1.0, 1.0, 1.0, last])
-        assert dense(weight, "int4", "channel", importance)[0, 4].item() == pytest.approx(wanted, rel=1e-4)
+    for last_result, expected in ((0.0, 7.0), (1e6, 10.0)):
+        importance = torch.tensor([1.0, 1.0, 1.0, 1.0, last_result])
+        assert dense(weight, "int4", "channel", importance)[0, 4].item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["int4_signed", "uint4_k", "int6_k"])
 def test_the_search_in_small_chunks_finds_the_same(monkeypatch, name):
     weight, importance = random(9, 256) ** 3, random(256, seed=1).exp()
-    wanted = dense(weight, name, GRIDS[name].group_size or 32, importance)
+    expected = dense(weight, name, GRIDS[name].group_size or 32, importance)
     monkeypatch.setattr(weighted_search, "CHUNK", 700)
-    assert torch.equal(dense(weight, name, GRIDS[name].group_size or 32, importance), wanted)
+    assert torch.equal(dense(weight, name, GRIDS[name].group_size or 32, importance), expected)
 
 
 def test_a_short_last_group_and_groups_of_zeros():
     weight = random(3, 40)
     weight[1] = 0
     for name in ("int4_signed", "uint4"):
-        found = dense(weight, name, 32, torch.ones(40))
-        assert (found[1] == 0).all() and (found - weight)[:, 32:].abs().max() < 0.2 and found.isfinite().all()
-        assert torch.equal(found[:, 32:], dense(weight[:, 32:], name, "channel", torch.ones(8)))
+        actual = dense(weight, name, 32, torch.ones(40))
+        assert (actual[1] == 0).all() and (actual - weight)[:, 32:].abs().max() < 0.2 and actual.isfinite().all()
+        assert torch.equal(actual[:, 32:], dense(weight[:, 32:], name, "channel", torch.ones(8)))
 
 
 def test_the_importance_is_that_of_the_sweep_in_the_original_order():
@@ -89,8 +89,8 @@ def test_the_importance_is_that_of_the_sweep_in_the_original_order():
 def test_equal_importance_is_the_plain_squared_error():
     weight = random(8, 64)
     errors = [
-        float((found - weight).square().sum())
-        for found in (
+        float((actual - weight).square().sum())
+        for actual in (
             dense(weight, "int3", 32, torch.ones(64)),
             quantize(weight, GRIDS["int3"], 32, search="mse").dense(),
         )

@@ -23,8 +23,12 @@ def scores(shape, seed, distinct=False):
 @given(shape=SHAPES, seed=st.integers(0, 10**6), density=st.floats(0, 1), pattern=st.sampled_from(["row", "layer"]))
 def test_exactly_round_of_the_density_is_kept_and_nothing_kept_scores_less(shape, seed, density, pattern):
     score = scores(shape, seed)
-    kept = Pattern(pattern).keep(score, density)
-    units = [(score[i], kept[i]) for i in range(shape[0])] if pattern == "row" else [(score.ravel(), kept.ravel())]
+    remaining = Pattern(pattern).keep(score, density)
+    units = (
+        [(score[i], remaining[i]) for i in range(shape[0])]
+        if pattern == "row"
+        else [(score.ravel(), remaining.ravel())]
+    )
     for values, keep in units:
         assert int(keep.sum()) == round(density * values.numel())
         if keep.any() and not keep.all():
@@ -37,14 +41,14 @@ def test_n_of_each_whole_m_are_kept_and_the_tail_stays_dense(shape, seed, n_of_m
     n, m = n_of_m
     score = scores(shape, seed)
     pattern = Pattern(f"{n}:{m}")
-    kept = pattern.keep(score, density=0.123)  # the pattern has its own density
-    whole = shape[1] // m * m
+    remaining = pattern.keep(score, density=0.123)  # the pattern has its own density
+    full = shape[1] // m * m
     for row in range(shape[0]):
-        for start in range(0, whole, m):
-            values, keep = score[row, start : start + m], kept[row, start : start + m]
+        for start in range(0, full, m):
+            values, keep = score[row, start : start + m], remaining[row, start : start + m]
             assert int(keep.sum()) == n
             assert values[keep].min() >= values[~keep].max()
-    assert kept[:, whole:].all()
+    assert remaining[:, full:].all()
 
 
 @pytest.mark.parametrize(
@@ -126,17 +130,17 @@ def test_a_bad_text_in_a_recipe_is_a_validation_error():
 def test_whole_blocks_are_kept_by_their_mean_and_the_edge_stays_dense(shape, block, seed, density):
     score, (high, wide) = scores(shape, seed), block
     pattern = Pattern(f"{high}x{wide}")
-    kept = pattern.keep(score, density)
-    found = []
+    remaining = pattern.keep(score, density)
+    actual = []
     for row in range(0, shape[0] // high * high, high):
         for column in range(0, shape[1] // wide * wide, wide):
-            part = kept[row : row + high, column : column + wide]
+            part = remaining[row : row + high, column : column + wide]
             assert part.all() or not part.any()
-            found.append((float(score[row : row + high, column : column + wide].mean()), bool(part.all())))
-    assert sum(keep for _, keep in found) == round(density * len(found))
-    lowest = min((mean for mean, keep in found if keep), default=99)
-    assert all(mean <= lowest + 1e-6 for mean, keep in found if not keep)
-    assert kept[shape[0] // high * high :].all() and kept[:, shape[1] // wide * wide :].all()
+            actual.append((float(score[row : row + high, column : column + wide].mean()), bool(part.all())))
+    assert sum(keep for _, keep in actual) == round(density * len(actual))
+    lowest = min((mean for mean, keep in actual if keep), default=99)
+    assert all(mean <= lowest + 1e-6 for mean, keep in actual if not keep)
+    assert remaining[shape[0] // high * high :].all() and remaining[:, shape[1] // wide * wide :].all()
 
 
 def test_weights_that_are_gone_add_nothing_to_their_block():
@@ -170,8 +174,8 @@ def test_what_will_be_removed_is_known_from_the_shape(shape, seed, density, text
     ],
 )
 def test_a_matrix_that_nothing_would_be_removed_from_is_refused(text, shape, density, message):
-    found = Pattern(text).refuses(shape, density)
-    assert found is None if message is None else found.startswith(message)
+    actual = Pattern(text).refuses(shape, density)
+    assert actual is None if message is None else actual.startswith(message)
 
 
 @pytest.mark.parametrize("text", ["1x1", "0x4", "4x0"])

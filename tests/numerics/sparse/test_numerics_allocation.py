@@ -23,9 +23,9 @@ from compress.numerics.sparse.allocation import (
 
 def test_outlier_weighed_by_hand():
     # ratios 0, 1, 3: densities 0, 0.05, 0.15 above the lowest, mean 1/15; sparsity 0.6 less what is above the mean
-    found = outlier_weighed({"a": 0.0, "b": 1.0, "c": 3.0}, {"a": 1, "b": 1, "c": 1}, 0.6, max_deviation=0.075)
+    actual = outlier_weighed({"a": 0.0, "b": 1.0, "c": 3.0}, {"a": 1, "b": 1, "c": 1}, 0.6, max_deviation=0.075)
     mean = 0.2 / 3
-    assert found == pytest.approx({"a": 0.6 + mean, "b": 0.6 + mean - 0.05, "c": 0.6 + mean - 0.15})
+    assert actual == pytest.approx({"a": 0.6 + mean, "b": 0.6 + mean - 0.05, "c": 0.6 + mean - 0.15})
 
 
 @settings(max_examples=50)
@@ -37,12 +37,12 @@ def test_outlier_weighed_by_hand():
 def test_outlier_weighed_keeps_the_mean_and_stays_in_range(layers, sparsity, most):
     ratios = {str(i): ratio for i, (ratio, _) in enumerate(layers)}
     sizes = {str(i): size for i, (_, size) in enumerate(layers)}
-    found = outlier_weighed(ratios, sizes, sparsity, most)
-    mean = sum(found[n] * sizes[n] for n in sizes) / sum(sizes.values())
+    actual = outlier_weighed(ratios, sizes, sparsity, most)
+    mean = sum(actual[n] * sizes[n] for n in sizes) / sum(sizes.values())
     assert mean == pytest.approx(sparsity)
-    assert max(found.values()) - min(found.values()) <= 2 * most + 1e-9
+    assert max(actual.values()) - min(actual.values()) <= 2 * most + 1e-9
     by_ratio = sorted(ratios, key=ratios.__getitem__)
-    assert all(found[a] >= found[b] - 1e-12 for a, b in itertools.pairwise(by_ratio))
+    assert all(actual[a] >= actual[b] - 1e-12 for a, b in itertools.pairwise(by_ratio))
 
 
 def test_equal_ratios_are_uniform():
@@ -63,24 +63,24 @@ def test_a_layer_must_keep_something_and_lose_something():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=5), st.floats(0.01, 0.99), st.integers(0, 10**6))
 def test_of_weights_in_16_bits_the_threshold_is_that_of_one_sort(sizes, sparsity, seed):
     layers = {str(i): random(n, seed=seed + i).abs().half().float() for i, n in enumerate(sizes)}
-    found = below_threshold({n: ScoreHistogram.of(s) for n, s in layers.items()}, sparsity)
+    actual = below_threshold({n: ScoreHistogram.of(s) for n, s in layers.items()}, sparsity)
     everything = torch.cat(list(layers.values())).sort().values
-    wanted = round(sparsity * everything.numel())
-    assert sum(found.values()) == wanted
-    if wanted:
-        cut = everything[wanted - 1]  # ties at the threshold may be in any layer
+    expected = round(sparsity * everything.numel())
+    assert sum(actual.values()) == expected
+    if expected:
+        cut = everything[expected - 1]  # ties at the threshold may be in any layer
         for name, scores in layers.items():
-            assert int((scores < cut).sum()) <= found[name] <= int((scores <= cut).sum())
+            assert int((scores < cut).sum()) <= actual[name] <= int((scores <= cut).sum())
 
 
 def test_of_weights_in_32_bits_the_threshold_is_that_of_one_sort_to_a_fraction():
     layers = {str(i): random(5000, seed=i).abs() * (i + 1) for i in range(4)}
-    found = below_threshold({n: ScoreHistogram.of(s) for n, s in layers.items()}, 0.5)
-    assert sum(found.values()) == 10000
+    actual = below_threshold({n: ScoreHistogram.of(s) for n, s in layers.items()}, 0.5)
+    assert sum(actual.values()) == 10000
     cut = torch.cat(list(layers.values())).sort().values[9999]
     for name, scores in layers.items():
-        assert abs(found[name] - int((scores <= cut).sum())) <= 3
-    assert found["0"] > 2 * found["3"]
+        assert abs(actual[name] - int((scores <= cut).sum())) <= 3
+    assert actual["0"] > 2 * actual["3"]
 
 
 def test_scores_below_zero_go_with_the_zeros():
@@ -130,15 +130,15 @@ def test_least_error_is_the_optimum_by_brute_force(seed, budget):
         slopes = torch.rand(4, generator=generator).sort().values.cumsum(0)
         curves[name] = list(zip(rungs, [0.0, *slopes.tolist()], strict=True))
     target = 0.3 + 0.1 * budget / 3
-    found = least_error(curves, dict.fromkeys("abc", 7), target)
-    assert sum(found.values()) == pytest.approx(3 * target)
+    actual = least_error(curves, dict.fromkeys("abc", 7), target)
+    assert sum(actual.values()) == pytest.approx(3 * target)
     lookup = {name: dict(enumerate(error for _, error in curve)) for name, curve in curves.items()}
     best = min(
         sum(lookup[name][step] for name, step in zip("abc", steps, strict=True))
         for steps in itertools.product(range(5), repeat=3)
         if sum(steps) == budget
     )
-    mine = sum(lookup[name][round((found[name] - 0.3) / 0.1)] for name in "abc")
+    mine = sum(lookup[name][round((actual[name] - 0.3) / 0.1)] for name in "abc")
     assert mine == pytest.approx(best)
 
 

@@ -30,16 +30,20 @@ def random(rows, width, seed=0):
 def best_kept(score, n, m):
     """The most that any order keeps, by trying every division into stripes."""
     columns = range(score.shape[1])
-    value = {some: float(score[:, some].topk(n, dim=1).values.double().sum()) for some in combinations(columns, m)}
+    value = {
+        subset: float(score[:, subset].topk(n, dim=1).values.double().sum()) for subset in combinations(columns, m)
+    }
 
-    def best(left):
-        if not left:
+    def best(residual):
+        if not residual:
             return 0.0
-        first, rest = left[0], left[1:]
-        found = []
-        for others in combinations(rest, m - 1):
-            found.append(value[(first, *others)] + best(tuple(c for c in rest if c not in others)))
-        return max(found)
+        first_result, remainder = residual[0], residual[1:]
+        actual = []
+        for alternatives in combinations(remainder, m - 1):
+            actual.append(
+                value[(first_result, *alternatives)] + best(tuple(c for c in remainder if c not in alternatives))
+            )
+        return max(actual)
 
     return best(tuple(columns))
 
@@ -50,11 +54,11 @@ def best_kept(score, n, m):
 def test_small_cases_reach_the_optimum(n, m, width):
     for seed in range(3):
         score = random(6, width, seed) ** 2
-        order, before, after = search(score, n, m)
-        assert before == pytest.approx(float(kept_score(score, n, m)))
-        assert after == pytest.approx(float(kept_score(score[:, order], n, m)))
-        assert after == pytest.approx(best_kept(score, n, m), rel=1e-6)
-        assert after > before or seed
+        order, original, updated = search(score, n, m)
+        assert original == pytest.approx(float(kept_score(score, n, m)))
+        assert updated == pytest.approx(float(kept_score(score[:, order], n, m)))
+        assert updated == pytest.approx(best_kept(score, n, m), rel=1e-6)
+        assert updated > original or seed
 
 
 @pytest.mark.parametrize("escapes", [0, 2])
@@ -62,9 +66,9 @@ def test_a_planted_optimum_is_found(escapes):
     """Half of the columns are zero, and they stand together: two in each stripe keep everything."""
     score = random(32, 256)
     score[:, 128:] = 0
-    order, before, after = search(score, 2, 4, escapes)
-    assert after == pytest.approx(float(score.sum(dtype=torch.float64)), rel=1e-9)
-    assert before < 0.8 * after
+    order, original, updated = search(score, 2, 4, escapes)
+    assert updated == pytest.approx(float(score.sum(dtype=torch.float64)), rel=1e-9)
+    assert original < 0.8 * updated
     assert (order.reshape(-1, 4) < 128).sum(1).tolist() == [2] * 64
 
 
@@ -73,9 +77,9 @@ def test_a_planted_optimum_that_rows_share_is_found():
     score = 0.001 * random(64, 64)
     for row in range(64):
         score[row, row % 16 * 4 : row % 16 * 4 + 4] += 1
-    _, before, after = search(score, 1, 4)
+    _, original, updated = search(score, 1, 4)
     total = float(score.sum(dtype=torch.float64))
-    assert before < 0.3 * total and after > 0.95 * total
+    assert original < 0.3 * total and updated > 0.95 * total
 
 
 @settings(max_examples=25)
@@ -89,53 +93,53 @@ def test_a_planted_optimum_that_rows_share_is_found():
 def test_any_search_gives_an_order_that_keeps_no_less(rows, width, m, data, seed):
     n = data.draw(st.integers(1, m - 1))
     score = random(rows, width, seed) * (random(1, width, seed + 1) > data.draw(st.sampled_from([0.0, 0.5, 9.0])))
-    order, before, after = search(score, n, m, escapes=data.draw(st.integers(0, 2)))
-    whole = width // m * m
+    order, original, updated = search(score, n, m, escapes=data.draw(st.integers(0, 2)))
+    full = width // m * m
     assert torch.equal(order.sort().values, torch.arange(width))
-    assert order[whole:].tolist() == list(range(whole, width)), "the tail stays"
-    assert before == pytest.approx(float(kept_score(score, n, m)), rel=1e-6)
-    assert after == pytest.approx(float(kept_score(score[:, order], n, m)), rel=1e-6)
-    assert after >= before
+    assert order[full:].tolist() == list(range(full, width)), "the tail stays"
+    assert original == pytest.approx(float(kept_score(score, n, m)), rel=1e-6)
+    assert updated == pytest.approx(float(kept_score(score[:, order], n, m)), rel=1e-6)
+    assert updated >= original
     keep = Pattern(f"{n}:{m}").keep(score[:, order], n / m)
-    assert float((score[:, order] * keep).sum()) == pytest.approx(after, rel=1e-5)
+    assert float((score[:, order] * keep).sum()) == pytest.approx(updated, rel=1e-5)
 
 
 def test_equal_calls_give_equal_orders_and_nothing_to_gain_leaves_all_in_place():
     score = random(20, 64)
     assert torch.equal(search(score, 2, 4)[0], search(score.clone(), 2, 4)[0])
     for flat in (torch.zeros(5, 24), torch.ones(5, 24)):
-        order, before, after = search(flat, 2, 4)
-        assert order.tolist() == list(range(24)) and before == after
+        order, original, updated = search(flat, 2, 4)
+        assert order.tolist() == list(range(24)) and original == updated
 
 
 def test_wide_layers_are_searched_in_windows(monkeypatch):
-    score, whole = random(12, 88), search(random(12, 88), 2, 4)
+    score, full = random(12, 88), search(random(12, 88), 2, 4)
     monkeypatch.setattr(permutation, "WINDOW", 34)  # 32 columns are whole stripes
-    order, before, after = search(score, 2, 4)
+    order, original, updated = search(score, 2, 4)
     assert [set(part.tolist()) for part in order.split(32)] == [set(range(s, min(s + 32, 88))) for s in (0, 32, 64)]
-    assert before < after <= whole[2]
-    assert after == pytest.approx(float(kept_score(score[:, order], 2, 4)))
+    assert original < updated <= full[2]
+    assert updated == pytest.approx(float(kept_score(score[:, order], 2, 4)))
 
 
 def test_escapes_go_on_from_local_optima():
-    found = [[search(random(48, 96, seed), 2, 4, escapes)[2] for escapes in (0, 1, 4)] for seed in range(2)]
-    assert all(none <= one <= four for none, one, four in found)
-    assert all(none < four for none, _, four in found)
+    actual = [[search(random(48, 96, seed), 2, 4, escapes)[2] for escapes in (0, 1, 4)] for seed in range(2)]
+    assert all(empty <= single <= four for empty, single, four in actual)
+    assert all(empty < four for empty, _, four in actual)
 
 
 def test_stripes_optimized_jointly_leave_local_optima(monkeypatch):
     """Three stripes of four are one group, for which the best of all 5775 ways is taken."""
     greedy = [search(random(5, 12, seed), 2, 4, escapes=0)[2] for seed in range(6)]
     monkeypatch.setattr(permutation, "regress", lambda table, draw: None)
-    found = [search(random(5, 12, seed), 2, 4, escapes=1)[2] for seed in range(6)]
-    assert found == [pytest.approx(best_kept(random(5, 12, seed), 2, 4), rel=1e-6) for seed in range(6)]
-    assert any(before < after * (1 - 1e-4) for before, after in zip(greedy, found, strict=True))
+    actual = [search(random(5, 12, seed), 2, 4, escapes=1)[2] for seed in range(6)]
+    assert actual == [pytest.approx(best_kept(random(5, 12, seed), 2, 4), rel=1e-6) for seed in range(6)]
+    assert any(original < updated * (1 - 1e-4) for original, updated in zip(greedy, actual, strict=True))
 
 
 def test_bounded_regressions_leave_local_optima(monkeypatch):
     monkeypatch.setattr(permutation, "divide_jointly", lambda stripes, draw: torch.zeros(0, dtype=torch.long))
-    found = [[search(random(24, 48, seed), 2, 4, escapes)[2] for escapes in (0, 12)] for seed in range(2)]
-    assert all(none <= some for none, some in found) and any(none < some for none, some in found)
+    actual = [[search(random(24, 48, seed), 2, 4, escapes)[2] for escapes in (0, 12)] for seed in range(2)]
+    assert all(empty <= subset for empty, subset in actual) and any(empty < subset for empty, subset in actual)
 
 
 # ---- the table of swaps ----
@@ -206,10 +210,10 @@ def test_the_search_is_as_good_with_interpolated_distances(monkeypatch):
     score = random(96, 128)
     exact = search(score, 2, 4, escapes=0)
     monkeypatch.setattr(permutation, "EXACT", 0)
-    found = search(score, 2, 4, escapes=0)
+    actual = search(score, 2, 4, escapes=0)
     gain = exact[2] - exact[1]
-    assert found[2] == pytest.approx(float(kept_score(score[:, found[0]], 2, 4)))
-    assert found[2] - found[1] > 0.9 * gain
+    assert actual[2] == pytest.approx(float(kept_score(score[:, actual[0]], 2, 4)))
+    assert actual[2] - actual[1] > 0.9 * gain
 
 
 @pytest.mark.parametrize(("size", "m", "count"), [(2, 4, 35), (3, 4, 5775), (5, 2, 945), (3, 3, 280)])

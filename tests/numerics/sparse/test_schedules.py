@@ -22,17 +22,17 @@ def test_the_cubic_by_hand():
 @given(st.integers(0, 9), st.integers(1, 20), st.integers(1, 30), st.floats(0, 0.4), st.floats(0.5, 0.9))
 def test_it_never_falls_and_ends_at_the_final_sparsity_in_time(begin, long, every, initial, final):
     cubic = Cubic(initial, final, begin, begin + long, every)
-    found = [cubic.at(t) for t in range(begin + long + 1)]
-    assert found == sorted(found) and found[-1] == final and cubic.last <= cubic.end
-    assert all(cubic.due(t) for t in range(1, len(found)) if found[t] != found[t - 1])
+    actual = [cubic.at(t) for t in range(begin + long + 1)]
+    assert actual == sorted(actual) and actual[-1] == final and cubic.last <= cubic.end
+    assert all(cubic.due(t) for t in range(1, len(actual)) if actual[t] != actual[t - 1])
 
 
 def test_some_groups_are_at_the_pattern_and_those_lose_least():
     """2:4 lost: .3, .1, .2, .4; at a sparsity of .25 half of the groups, the second and the third, keep two."""
     rows = torch.tensor([[1, 2, 0.2, 0.1], [0.05, 9, 0.05, 9], [3, 0.1, 0.1, 3], [0.1, 0.3, 3, 3]])
-    found = partial_mask(Pattern("2:4"), rows, 0.75)
-    assert found.sum(1).tolist() == [4, 2, 2, 4]
-    assert found[1].tolist() == [False, True, False, True] and found[2].tolist() == [True, False, False, True]
+    actual = partial_mask(Pattern("2:4"), rows, 0.75)
+    assert actual.sum(1).tolist() == [4, 2, 2, 4]
+    assert actual[1].tolist() == [False, True, False, True] and actual[2].tolist() == [True, False, False, True]
     assert torch.equal(partial_mask(Pattern("2:4"), rows, 0.5), Pattern("2:4").keep(rows, 0.5))
     assert bool(partial_mask(Pattern("2:4"), rows, 1.0).all())
 
@@ -44,8 +44,8 @@ def test_masks_made_of_one_another_only_shrink_to_the_pattern(text, seed):
     mask, final = torch.ones(8, 18, dtype=torch.bool), 1 - (pattern.n_of_m[0] / 4 if pattern.n_of_m else 0.4)
     for share in (0.0, 0.3, 0.6, 1.0):
         score = torch.rand(8, 18, generator=draw).masked_fill(~mask, -1)  # magnitudes change on the way
-        found = partial_mask(pattern, score, 1 - share * final)
-        assert bool((mask | ~found).all()), "nothing comes back"
-        mask = found
+        actual = partial_mask(pattern, score, 1 - share * final)
+        assert bool((mask | ~actual).all()), "nothing comes back"
+        mask = actual
     assert int((~mask).sum()) == pattern.removed((8, 18), 1 - final)
     assert pattern.n_of_m is None or most_of(mask, 4) == pattern.n_of_m[0]

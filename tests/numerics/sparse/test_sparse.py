@@ -44,23 +44,23 @@ parts = st.sampled_from([1, 40, 1 << 20])
 
 def test_two_of_four_by_hand():
     mask = torch.tensor([[0, 1, 0, 1, 1, 1, 0, 0, 1]]).bool()
-    kept = PackedMask.of(mask, (2, 4))
-    assert kept.sparsity == SparseLayout(5, (2, 4)) and kept.sparsity.text == "2:4"
-    assert kept.words.tolist() == [
+    remaining = PackedMask.of(mask, (2, 4))
+    assert remaining.sparsity == SparseLayout(5, (2, 4)) and remaining.sparsity.text == "2:4"
+    assert remaining.words.tolist() == [
         [0b01_00_11_01]
     ]  # columns 1, 3 of the first group, 0, 1 of the second, low bits first
-    found = SparsePart.of(DensePart.of(torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 9]])), kept)
-    assert found.values.weight.tolist() == [[5, 6, 7, 8, 9]]
-    assert found.dense(torch.float32).tolist() == [[0, 5, 0, 6, 7, 8, 0, 0, 9]]
+    actual = SparsePart.of(DensePart.of(torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 9]])), remaining)
+    assert actual.values.weight.tolist() == [[5, 6, 7, 8, 9]]
+    assert actual.dense(torch.float32).tolist() == [[0, 5, 0, 6, 7, 8, 0, 0, 9]]
 
 
 def test_a_bitmask_by_hand():
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]]).bool()
-    kept = PackedMask.of(mask)
-    assert (kept.sparsity, kept.sparsity.text) == (SparseLayout(4), "bitmask")
-    assert kept.words.tolist() == [[0b1010], [0], [0b0011]]
-    found = SparsePart.of(DensePart.of(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0]])), kept)
-    assert found.values.weight.tolist() == [1, 0, 3, 4]  # a kept zero is a value like others
+    remaining = PackedMask.of(mask)
+    assert (remaining.sparsity, remaining.sparsity.text) == (SparseLayout(4), "bitmask")
+    assert remaining.words.tolist() == [[0b1010], [0], [0b0011]]
+    actual = SparsePart.of(DensePart.of(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0]])), remaining)
+    assert actual.values.weight.tolist() == [1, 0, 3, 4]  # a kept zero is a value like others
 
 
 @pytest.mark.parametrize(("m", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (16, 4), (17, 5), (256, 8)])
@@ -94,16 +94,16 @@ def test_n_of_m_comes_back_bit_for_bit(drawn, dtype, part, seed):
     mask = regular_mask(*shape, n, m, seed)
     with patch.object(sparse, "PART", part):
         assert is_regular(mask, n, m)
-        kept = PackedMask.of(mask, (n, m))
-        assert kept.sparsity == SparseLayout.regular(shape, n, m)
-        assert torch.equal(kept.mask(), mask)
+        remaining = PackedMask.of(mask, (n, m))
+        assert remaining.sparsity == SparseLayout.regular(shape, n, m)
+        assert torch.equal(remaining.mask(), mask)
         weight = weight_of(mask, dtype, seed)
-        found = SparsePart.of(DensePart.of(weight), kept)
-        assert same_bits(found.dense(dtype), weight)
-        kept.check("weight_kept")
-    assert found.values.weight.shape == (shape[0], shape[1] // m * n + shape[1] % m)
-    assert kept.words.shape[1] == math.ceil(shape[1] // m * n * index_bits(m) / 32)
-    assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
+        actual = SparsePart.of(DensePart.of(weight), remaining)
+        assert same_bits(actual.dense(dtype), weight)
+        remaining.check("weight_kept")
+    assert actual.values.weight.shape == (shape[0], shape[1] // m * n + shape[1] % m)
+    assert remaining.words.shape[1] == math.ceil(shape[1] // m * n * index_bits(m) / 32)
+    assert size_of(actual) == remaining.sparsity.size_bytes(shape, dtype)
 
 
 @settings(max_examples=60)
@@ -112,14 +112,14 @@ def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row,
     mask = random_mask(*shape, density, seed)
     mask[0] &= not empty_row
     with patch.object(sparse, "PART", part):
-        kept = PackedMask.of(mask)
-        assert torch.equal(kept.mask(), mask)
+        remaining = PackedMask.of(mask)
+        assert torch.equal(remaining.mask(), mask)
         weight = weight_of(mask, dtype, seed)
-        found = SparsePart.of(DensePart.of(weight), kept)
-        assert same_bits(found.dense(dtype), weight)
-        kept.check("weight_kept")
-    assert found.values.weight.shape == (int(mask.sum()),)
-    assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
+        actual = SparsePart.of(DensePart.of(weight), remaining)
+        assert same_bits(actual.dense(dtype), weight)
+        remaining.check("weight_kept")
+    assert actual.values.weight.shape == (int(mask.sum()),)
+    assert size_of(actual) == remaining.sparsity.size_bytes(shape, dtype)
 
 
 @settings(max_examples=60)
@@ -127,18 +127,18 @@ def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row,
 def test_the_scheme_says_the_shapes_and_dtypes_of_the_tensors(shape, density, dtype, seed):
     mask = random_mask(*shape, density, seed)
     for sparsity in sparsities(mask):
-        found = SparsePart.of(DensePart.of(weight_of(mask, dtype)), PackedMask.of(mask, sparsity.n_of_m))
+        actual = SparsePart.of(DensePart.of(weight_of(mask, dtype)), PackedMask.of(mask, sparsity.n_of_m))
         specs = SparseScheme(sparsity, DenseScheme()).tensors(shape)
-        tensors = {name: (tuple(t.shape), t.dtype) for name, t in found.tensors().items()}
+        tensors = {name: (tuple(t.shape), t.dtype) for name, t in actual.tensors().items()}
         assert tensors == {name: (spec.shape, spec.dtype or dtype) for name, spec in specs.items()}
-        assert size_of(found) == found.scheme.size_bytes(shape, dtype)
+        assert size_of(actual) == actual.scheme.size_bytes(shape, dtype)
 
 
 def test_the_dense_weight_in_another_dtype():
     mask = regular_mask(3, 8, 2, 4)
-    found = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
-    assert torch.equal(found.dense(torch.float32), weight_of(mask, torch.bfloat16).float())
-    assert found.dense(torch.bfloat16).dtype == found.dtype == torch.bfloat16
+    actual = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
+    assert torch.equal(actual.dense(torch.float32), weight_of(mask, torch.bfloat16).float())
+    assert actual.dense(torch.bfloat16).dtype == actual.dtype == torch.bfloat16
 
 
 # ---- which way to store a mask ----
@@ -148,23 +148,23 @@ def test_the_dense_weight_in_another_dtype():
 @given(regular(40), st.integers(0, 99))
 def test_a_regular_mask_is_found_out(drawn, seed):
     shape, n, m = drawn
-    found = sparsities(regular_mask(*shape, n, m, seed))
+    actual = sparsities(regular_mask(*shape, n, m, seed))
     by_index, bitmask = SparseLayout.regular(shape, n, m), SparseLayout.regular(shape, n, m).kept
-    assert found[-1] == SparseLayout(bitmask)
-    if by_index.words(shape[1]) <= found[-1].words(shape[1]):
-        assert by_index in found
+    assert actual[-1] == SparseLayout(bitmask)
+    if by_index.words(shape[1]) <= actual[-1].words(shape[1]):
+        assert by_index in actual
     for value in (torch.bfloat16, 4):  # the one that is left out would not have been chosen
-        best = choose(found, shape, value, "always")
+        best = choose(actual, shape, value, "always")
         assert best.size_bytes(shape, value) <= by_index.size_bytes(shape, value)
 
 
 def test_one_weight_more_or_less_in_any_group_is_no_pattern():
     mask = regular_mask(6, 32, 2, 4)
     for at in ((0, 0), (5, 31), (3, 17)):
-        other = mask.clone()
-        other[at] ^= True
-        assert not is_regular(other, 2, 4)
-        assert [s.text for s in sparsities(other) if s.n_of_m == (2, 4)] == []
+        alternative = mask.clone()
+        alternative[at] ^= True
+        assert not is_regular(alternative, 2, 4)
+        assert [s.text for s in sparsities(alternative) if s.n_of_m == (2, 4)] == []
 
 
 def test_a_tail_that_is_not_kept_is_no_pattern():
@@ -194,8 +194,8 @@ def test_n_of_m_is_preferred_where_both_cost_the_same():
 )
 def test_positions_must_pay(density, value, policy, stored):
     shape = (100, 320)
-    found = choose([SparseLayout(round(density * 32000))], shape, value, policy)
-    assert (found is not None) == stored
+    actual = choose([SparseLayout(round(density * 32000))], shape, value, policy)
+    assert (actual is not None) == stored
 
 
 # ---- digests and damage ----
@@ -203,27 +203,27 @@ def test_positions_must_pay(density, value, policy, stored):
 
 def test_the_digest_sees_values_and_positions():
     mask = regular_mask(4, 16, 2, 4)
-    one = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
-    same = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
-    assert one.sha256() == same.sha256()
-    values, words = one.values.weight.clone(), one.positions.clone()
+    single = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
+    equal = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), PackedMask.of(mask, (2, 4)))
+    assert single.sha256() == equal.sha256()
+    values, words = single.values.weight.clone(), single.positions.clone()
     values[1, 2], words[0, 0] = 9, words[0, 0] ^ 1
-    others = [
-        one.with_values(DensePart(DenseScheme(), one.shape, {"weight": values})),
-        SparsePart(one.scheme, one.shape, {"positions": words}, one.values),
-        SparsePart.of(DensePart.of(one.dense(torch.bfloat16)), PackedMask.of(mask)),
+    alternatives = [
+        single.with_values(DensePart(DenseScheme(), single.shape, {"weight": values})),
+        SparsePart(single.scheme, single.shape, {"positions": words}, single.values),
+        SparsePart.of(DensePart.of(single.dense(torch.bfloat16)), PackedMask.of(mask)),
     ]
-    assert len({one.sha256(), *(other.sha256() for other in others)}) == 4
+    assert len({single.sha256(), *(alternative.sha256() for alternative in alternatives)}) == 4
 
 
 def test_positions_that_cannot_be_are_named():
     mask = regular_mask(4, 40, 2, 4)
     two = PackedMask.of(mask, (2, 4))
     assert unpack(two.words, 2, 20)[0, 0] < unpack(two.words, 2, 20)[0, 1]
-    same = two.words.clone()
-    same[3, 0] = 0  # the same column twice
+    equal = two.words.clone()
+    equal[3, 0] = 0  # the same column twice
     with pytest.raises(ValueError, match="weight_kept holds indexes that are not 2 different ones below 4, ascending"):
-        replace(two, words=same).check("weight_kept")
+        replace(two, words=equal).check("weight_kept")
     three = PackedMask.of(regular_mask(4, 40, 1, 3), (1, 3))
     with pytest.raises(ValueError, match="not 1 different ones below 3"):
         replace(three, words=torch.full_like(three.words, -1)).check("weight_kept")  # column 3 of 3

@@ -44,10 +44,10 @@ def paper(weight, factor, block, density, n_of_m=None):
             columns = slice(j, j + n_of_m[1])
             cost = (work[:, columns] / factor.diagonal()[columns]).square()
             mask[:, columns] = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cost.topk(n_of_m[0]).indices, True)
-        kept = work[:, j] * mask[:, j]
-        error = (work[:, j] - kept) / factor[j, j]
+        remaining = work[:, j] * mask[:, j]
+        error = (work[:, j] - remaining) / factor[j, j]
         work[:, j:] -= error[:, None] * factor[j, j:]
-        work[:, j] = kept
+        work[:, j] = remaining
     return work, mask
 
 
@@ -56,10 +56,10 @@ def paper(weight, factor, block, density, n_of_m=None):
 def test_zeros_by_blocks_of_columns_are_those_of_the_paper(width, block):
     weight, factor = problem(6, width, seed=width)
     rule = Sparsifying(Pattern("layer"), 0.4, block, factor.diagonal(), 6)
-    found = rule(weight, factor)
-    wanted, mask = paper(weight, factor, block, 0.4)
+    actual = rule(weight, factor)
+    expected, mask = paper(weight, factor, block, 0.4)
     assert torch.equal(rule.kept(None), mask)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=30)
@@ -71,21 +71,21 @@ def test_zeros_by_blocks_of_columns_are_those_of_the_paper(width, block):
 def test_zeros_of_each_m_columns_are_those_of_the_paper(width, n_of_m, seed):
     weight, factor = problem(5, width, seed=seed)
     rule = Sparsifying(Pattern(f"{n_of_m[0]}:{n_of_m[1]}"), 0.5, 128, factor.diagonal(), 5)
-    found = rule(weight, factor)
-    wanted, mask = paper(weight, factor, 0, 0.5, n_of_m)
+    actual = rule(weight, factor)
+    expected, mask = paper(weight, factor, 0, 0.5, n_of_m)
     assert torch.equal(rule.kept(None), mask)
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("part", [1, 8, 100])
 @pytest.mark.parametrize("leaf", [1, 6, 64])
 def test_what_is_looked_at_is_made_up_for_however_columns_are_cut(monkeypatch, part, leaf):
     weight, factor = problem(3, 53, seed=7)
-    wanted, _ = paper(weight, factor, 0, 0.5, (2, 6))
+    expected, _ = paper(weight, factor, 0, 0.5, (2, 6))
     monkeypatch.setattr(obs, "PART", part)
     monkeypatch.setattr(obs, "LEAF", leaf)
-    found = Sparsifying(Pattern("2:6"), 0.5, 128, factor.diagonal(), 3)(weight, factor)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    actual = Sparsifying(Pattern("2:6"), 0.5, 128, factor.diagonal(), 3)(weight, factor)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_pruned_already_counts_and_stays():
@@ -93,10 +93,10 @@ def test_what_is_pruned_already_counts_and_stays():
     mask = random(8, 64, seed=9) > -0.3
     for text in ("layer", "row", "2:4", "4x1"):
         rule = Sparsifying(Pattern(text), 0.5, 32, factor.diagonal(), 8, mask)
-        found = rule(weight * mask, factor)
-        assert (found[~mask] == 0).all() and not (rule.kept(None) & ~mask).any()
+        actual = rule(weight * mask, factor)
+        assert (actual[~mask] == 0).all() and not (rule.kept(None) & ~mask).any()
         assert int(rule.kept(None).sum()) <= 8 * 32
-        assert (found[rule.kept(None)] != 0).all()
+        assert (actual[rule.kept(None)] != 0).all()
     assert int(Sparsifying(Pattern("layer"), 0.5, 64, factor.diagonal(), 8, mask).kept(None).sum()) == 8 * 64
     rule = Sparsifying(Pattern("layer"), 0.5, 32, factor.diagonal(), 8, mask)
     rule(weight * mask, factor)
@@ -130,24 +130,24 @@ def joint(weight, factor, pattern, size, block, grid="int4", symmetric=True):
 @pytest.mark.parametrize("pattern", ["layer", "row", "2:4", "4x2"])
 def test_what_is_rounded_is_what_is_kept(pattern, size, block, symmetric):
     weight, factor = (t.float() for t in problem(8, 100))
-    rule, found = joint(weight, factor, pattern, size, block, symmetric=symmetric)
+    rule, actual = joint(weight, factor, pattern, size, block, symmetric=symmetric)
     codes = rule.inner.codes
-    assert torch.equal(codes.dense(), found)
-    assert (found[~rule.kept(None)] == 0).all()
-    whole = rule.kept(None)[:, :96]
+    assert torch.equal(codes.dense(), actual)
+    assert (actual[~rule.kept(None)] == 0).all()
+    full = rule.kept(None)[:, :96]
     if pattern == "2:4":
-        assert (whole.reshape(-1, 4).sum(1) == 2).all()
+        assert (full.reshape(-1, 4).sum(1) == 2).all()
     else:
-        assert float(whole.float().mean()) == pytest.approx(0.5, abs=0.02)
+        assert float(full.float().mean()) == pytest.approx(0.5, abs=0.02)
 
 
 def test_with_independent_inputs_it_is_pruning_and_then_rounding_what_is_left():
     weight = random(6, 64).float()
-    rule, found = joint(weight, torch.eye(64), "2:4", 16, 32)
+    rule, actual = joint(weight, torch.eye(64), "2:4", 16, 32)
     keep = Pattern("2:4").keep(weight.abs(), 0.5)
     alone = Rounding(weight, GridOptions(GRIDS["int4"], 16, True, "absmax", torch.float32), keep)
     assert torch.equal(rule.kept(None), keep)
-    assert torch.equal(found, sweep(weight * keep, torch.eye(64), alone))
+    assert torch.equal(actual, sweep(weight * keep, torch.eye(64), alone))
     assert torch.equal(rule.inner.codes.scale, alone.codes.scale)
 
 
@@ -158,10 +158,10 @@ def test_later_columns_make_up_for_rounding_too():
         factor, _ = inverse_factor((inputs.T @ inputs).float(), 0.01)
         _, once = joint(weight, factor, "2:4", 16, 64, grid="int3")
         pruned = Sparsifying(Pattern("2:4"), 0.5, 64, factor.diagonal(), 16)
-        first = pruned(weight, factor)
-        nearest = quantize(first, GRIDS["int3"], 16, mask=pruned.kept(None)).dense()
-        found, rounded = (float(((w - weight) @ inputs.T.float()).norm()) for w in (once, nearest))
-        assert found < 0.9 * rounded
+        first_result = pruned(weight, factor)
+        nearest = quantize(first_result, GRIDS["int3"], 16, mask=pruned.kept(None)).dense()
+        actual, rounded = (float(((w - weight) @ inputs.T.float()).norm()) for w in (once, nearest))
+        assert actual < 0.9 * rounded
 
 
 def test_columns_that_are_decided_together_stay_together():

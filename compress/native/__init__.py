@@ -1,1 +1,1 @@
-"""The library of C++ code for this machine's processor, its loops over columns, and walks of trellises."""
+"""The C++ library for this machine's processor, its loops over columns, and trellis paths."""

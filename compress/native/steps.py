@@ -148,7 +148,6 @@ class Steps:
         calls: Mapping[int, Callable[[Sequence[Tensor]], None]],
         keep: Any = None,
     ) -> None:
-        """slots: the tensor of each slot. calls: what the caller computes by instruction. keep: what addresses need."""
         self.slots, self.calls, self._keep = list(slots), calls, (keep, instructions)
         self._code = (Instruction * len(instructions))(*instructions)
         self._bases = (c_void_p * len(slots))(*[tensor.data_ptr() for tensor in slots])

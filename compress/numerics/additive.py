@@ -43,7 +43,7 @@ class Books:
         """The number of weights of a run."""
         return self.books.shape[2]
 
-    def looked_up(self, books: Float[Tensor, "count entries length"]) -> Float[Tensor, "out in"]:
+    def reconstructed(self, books: Float[Tensor, "count entries length"]) -> Float[Tensor, "out in"]:
         """Return the weight that the codes give with other codebooks; it is linear in them."""
         rows = sum(book[codes] for book, codes in zip(books, self.codes, strict=True))
         assert isinstance(rows, Tensor)
@@ -51,11 +51,11 @@ class Books:
 
     def error(self) -> float:
         """Return tr(E H E^T)."""
-        residual = self.weight - self.looked_up(self.books)
+        residual = self.weight - self.reconstructed(self.books)
         return float(((residual @ self.hessian) * residual).sum())
 
-    def gathered(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "count entries length"]:
-        """Sum values over the weights of every number in the codebooks: the adjoint of `looked_up`."""
+    def entry_sums(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "count entries length"]:
+        """Sum values over the weights of every number in the codebooks: the adjoint of `reconstructed`."""
         runs = (values * self.scale[:, None]).reshape(-1, self.length)
         sums = torch.zeros_like(self.books)
         for book, codes in zip(sums, self.codes, strict=True):
@@ -64,12 +64,12 @@ class Books:
 
     def fit_books(self, steps: int) -> None:
         """Fit the entries to the current codes by conjugate gradients on their least squares."""
-        weighted_error = (self.weight - self.looked_up(self.books)) @ self.hessian
-        residual = self.gathered(weighted_error)
+        weighted_error = (self.weight - self.reconstructed(self.books)) @ self.hessian
+        residual = self.entry_sums(weighted_error)
         direction, size = residual, residual.square().sum()
         for _ in range(steps):
-            change = self.looked_up(direction) @ self.hessian
-            curved = self.gathered(change)
+            change = self.reconstructed(direction) @ self.hessian
+            curved = self.entry_sums(change)
             step = size / (direction * curved).sum().clamp_(min=TINY)
             self.books = self.books + step * direction
             residual = residual - step * curved
@@ -80,7 +80,7 @@ class Books:
 
     def fit_scales(self) -> None:
         """Fit the scale of every row to the current codes and codebooks."""
-        plain = self.looked_up(self.books) / self.scale[:, None]
+        plain = self.reconstructed(self.books) / self.scale[:, None]
         weighted = plain @ self.hessian
         best_scale = (weighted * self.weight).sum(1) / (weighted * plain).sum(1).clamp_(min=TINY)
         self.scale = torch.where(best_scale > 0, best_scale, self.scale)
@@ -89,7 +89,7 @@ class Books:
         """Choose the codes of one codebook again, run after run, with the other runs and codebooks fixed (coordinate
         descent).
         """
-        residual = self.weight - self.looked_up(self.books)  # E
+        residual = self.weight - self.reconstructed(self.books)  # E
         weighted = residual @ self.hessian  # E H, kept up to date
         entries = self.books[book]
         squares = self.scale.square()[:, None]

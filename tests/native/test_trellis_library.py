@@ -1,4 +1,4 @@
-"""The search of walks in C++, against all walks of small trellises and against the search in plain torch."""
+"""The search of paths in C++, against all paths of small trellises and against the search in plain torch."""
 
 import ctypes
 import itertools
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
 
 def error_of(states, sequences, values):
-    """The squared error of each walk, in float64."""
+    """The squared error of each path, in float64."""
     return (values[states].reshape(len(states), -1).double() - sequences.double()).square().sum(1)
 
 
-def is_walk(states, bits, step_bits):
+def is_path(states, bits, step_bits):
     """Whether every state begins with the last bits of the one before it."""
     return bool((states[:, 1:] >> step_bits == states[:, :-1] & ((1 << (bits - step_bits)) - 1)).all())
 
 
 def by_torch(monkeypatch, search, *arguments):
     with monkeypatch.context() as without:
-        without.setattr(native, "searches", lambda *_: False)
+        without.setattr(native, "can_search", lambda *_: False)
         return search(*arguments)
 
 
@@ -36,13 +36,13 @@ TRELLISES = [(5, 1, 1), (6, 2, 1), (7, 3, 1), (8, 4, 1), (9, 5, 2), (12, 8, 2), 
 
 
 @pytest.mark.parametrize(("bits", "step_bits", "length"), TRELLISES)
-def test_the_walks_of_every_instruction_set(chosen, bits, step_bits, length, monkeypatch):
+def test_the_paths_of_every_instruction_set(chosen, bits, step_bits, length, monkeypatch):
     values, sequences = random(1 << bits, length), random(7, 24 * length, seed=1)
     search = Viterbi(values, Trellis(bits, step_bits / length, length))
     ends = torch.arange(7) % (1 << (bits - step_bits))
     for overlap in (None, ends):
         actual = native.search(sequences, values, step_bits, overlap)
-        assert actual.dtype == torch.int64 and is_walk(actual, bits, step_bits)
+        assert actual.dtype == torch.int64 and is_path(actual, bits, step_bits)
         if overlap is not None:
             assert torch.equal(actual[:, 0] >> step_bits, ends)
             assert torch.equal(actual[:, -1] & ((1 << (bits - step_bits)) - 1), ends)
@@ -50,17 +50,17 @@ def test_the_walks_of_every_instruction_set(chosen, bits, step_bits, length, mon
         assert torch.allclose(error_of(actual, sequences, values), error_of(expected, sequences, values), rtol=1e-5)
 
 
-def test_the_best_of_all_walks():
+def test_the_best_of_all_paths():
     bits, step_bits, steps = 5, 1, 4
     values, sequences = random(1 << bits, 1, seed=2), random(3, steps, seed=3)
-    all_values = []
-    for first_result, *new in itertools.product(range(1 << bits), *[range(2)] * (steps - 1)):
-        states = [first_result]
+    all_paths = []
+    for first_state, *new in itertools.product(range(1 << bits), *[range(2)] * (steps - 1)):
+        states = [first_state]
         for bit in new:
             states.append((states[-1] * 2 + bit) % (1 << bits))
-        all_values.append(states)
-    all_values = torch.tensor(all_values)
-    best = torch.stack([error_of(all_values, row.expand(len(all_values), -1), values).min() for row in sequences])
+        all_paths.append(states)
+    all_paths = torch.tensor(all_paths)
+    best = torch.stack([error_of(all_paths, row.expand(len(all_paths), -1), values).min() for row in sequences])
     assert torch.allclose(error_of(native.search(sequences, values, step_bits), sequences, values), best)
 
 
@@ -71,14 +71,14 @@ def test_any_number_of_sequences_and_steps(trellis, count, steps, tied, seed):
     values, sequences = random(1 << bits, length, seed=seed), random(count, steps * length, seed=seed + 1)
     overlap = torch.arange(count) % (1 << (bits - step_bits)) if tied else None
     if tied and steps * step_bits < bits - step_bits:
-        return  # no walk has these ends
+        return  # no path has these overlaps
     actual = native.search(sequences, values, step_bits, overlap)
-    assert actual.shape == (count, steps) and is_walk(actual, bits, step_bits)
+    assert actual.shape == (count, steps) and is_path(actual, bits, step_bits)
     alone = native.search(sequences[-1:], values, step_bits, None if overlap is None else overlap[-1:])
     assert torch.equal(actual[-1:], alone)
 
 
-def test_tail_biting_walks_close_their_circle(monkeypatch):
+def test_tail_biting_paths_close_their_circle(monkeypatch):
     trellis, sequences = Trellis(12, 2), random(9, 256)
     search = Viterbi(random(1 << 12, 1, seed=4), trellis)
     actual, expected = search.tail_biting(sequences), by_torch(monkeypatch, search.tail_biting, sequences)
@@ -149,7 +149,7 @@ def test_an_overlap_that_no_state_has():
 @given(
     st.integers(1, 16), st.integers(1, 8), st.integers(1, 2), st.integers(1, 9), st.integers(0, 70), st.integers(0, 99)
 )
-def test_the_values_of_walks(states, step_bits, length, units, count, seed):
+def test_the_values_of_paths(states, step_bits, length, units, count, seed):
     step_bits = min(step_bits, states)
     size, created = units * step_bits, torch.Generator().manual_seed(seed)
     codes = torch.randint(256, (count, size), dtype=torch.uint8, generator=created)
@@ -159,7 +159,7 @@ def test_the_values_of_walks(states, step_bits, length, units, count, seed):
 
 
 @pytest.mark.parametrize("place", range(3, 9))
-def test_the_library_checks_the_sizes_of_walks(place):
+def test_the_library_checks_the_sizes_of_paths(place):
     codes, values, actual = torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(64, 1), torch.zeros(2, 16)
     good = [pointer(codes), pointer(values), pointer(actual), 2, 4, 6, 2, 1, 1]
     call = library().compress_decode_walks

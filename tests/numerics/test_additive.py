@@ -24,8 +24,8 @@ def drawn(rows=12, width=16, length=4, entries=8, count=1, seed=0, hessian=None)
 def test_looked_up_and_its_adjoint_by_hand():
     codes, books = torch.tensor([[[1, 0]]]), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     state = Books(torch.zeros(1, 4), torch.eye(4), torch.tensor([10.0]), books, codes)
-    assert state.looked_up(books).tolist() == [[30.0, 40.0, 10.0, 20.0]]
-    assert state.gathered(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist() == [[[30.0, 40.0], [10.0, 20.0]]]
+    assert state.reconstructed(books).tolist() == [[30.0, 40.0, 10.0, 20.0]]
+    assert state.entry_sums(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist() == [[[30.0, 40.0], [10.0, 20.0]]]
     assert state.error() == pytest.approx(30**2 + 40**2 + 10**2 + 20**2)
 
 
@@ -33,8 +33,8 @@ def test_looked_up_and_its_adjoint_by_hand():
 def test_the_adjoint_is_that_of_the_linear_map(count):
     state = drawn(count=count)
     books, values = random(*state.books.shape, seed=7), random(12, 16, seed=8)
-    residual = (state.looked_up(books) * values).sum()
-    torch.testing.assert_close((books * state.gathered(values)).sum(), residual)
+    residual = (state.reconstructed(books) * values).sum()
+    torch.testing.assert_close((books * state.entry_sums(values)).sum(), residual)
 
 
 def test_books_are_the_least_squares_solution():
@@ -42,7 +42,7 @@ def test_books_are_the_least_squares_solution():
     root = torch.linalg.cholesky(state.hessian.double())
     columns = []
     for unit in torch.eye(state.books.numel()):
-        columns.append((state.looked_up(unit.view_as(state.books)).double() @ root).flatten())
+        columns.append((state.reconstructed(unit.view_as(state.books)).double() @ root).flatten())
     expected = torch.linalg.lstsq(torch.stack(columns, 1), (state.weight.double() @ root).flatten()[:, None]).solution
     state.fit_books(60)
     torch.testing.assert_close(state.books.flatten().double(), expected[:, 0], rtol=2e-3, atol=2e-3)
@@ -50,7 +50,7 @@ def test_books_are_the_least_squares_solution():
 
 def test_a_scale_is_the_least_squares_solution_of_its_row():
     state = drawn(rows=2)
-    plain = state.looked_up(state.books) / state.scale[:, None]
+    plain = state.reconstructed(state.books) / state.scale[:, None]
     state.weight = plain * torch.tensor([[3.0], [-2.0]])
     original = state.scale.clone()
     state.fit_scales()
@@ -93,7 +93,7 @@ def test_the_sweep_compensates_and_turns_improve_it():
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_weight_that_is_made_of_entries_is_found_almost_exactly(count):
     created = drawn(rows=64, width=32, entries=4, count=count, hessian=hessian_of(32))
-    weight = created.looked_up(created.books)
+    weight = created.reconstructed(created.books)
     factor, _ = inverse_factor(created.hessian, 0.0001)
     best = min(alternate(start(weight, created.hessian, factor, 4, 4, count, seed), 20, 10)[-1] for seed in range(6))
     assert best < (1e-3 if count == 1 else 0.05) * float(((weight @ created.hessian) * weight).sum())

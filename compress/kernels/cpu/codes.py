@@ -298,7 +298,7 @@ def product(
 
 
 def rounding_of(packed: PackedCodes, mode: Mode) -> Mode:
-    """Apply what a weight and torch's settings allow to a mode: bfloat16 for inputs that are not quantized."""
+    """Replace unquantized inputs in a mode by bfloat16 ones if the weight or torch's settings allow it."""
     narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
     return mode[0] or (TO_BF16 if narrow else UNQUANTIZED), *mode[1:]
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def numbers(codes, table, kind: tl.constexpr, point: tl.constexpr, direct: tl.constexpr):
-    """Return the numbers of unsigned codes, in float32. direct: the GPU converts 8-bit floats."""
+    """Return the numbers of unsigned codes, in float32. With `direct` the GPU converts 8-bit floats."""
     if kind == "integer":  # 2^23 + code is the float32 with these bits
         return (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + point)
     elif kind == "e2m1":  # the exponent of float16 begins at 2^-14, that of e2m1 at 2^0; subnormal numbers, too
@@ -62,7 +62,11 @@ def code_at(
     per_unit: tl.constexpr,
     is_complete: tl.constexpr,
 ):
-    """Return code number j of the units of rows, [rows, units] int32. word: the first word of the units."""
+    """Return code number j of the units of rows, [rows, units] int32.
+
+    Args:
+        word: the first word of the units.
+    """
     if per_unit == 1:  # a byte
         return word.to(tl.int32)
     length: tl.constexpr = bits * per_unit // 32
@@ -134,7 +138,10 @@ def paired(
     """Return the numbers of the codes of words [rows, units] as [rows, units * 32 / bits], in the order of `turned`
     columns.
 
-    That order keeps the halves of a register adjacent. like: float16 or bfloat16.
+    That order keeps the halves of a register adjacent.
+
+    Args:
+        like: float16 or bfloat16.
     """
     if kind != "integer" and operand == tl.float32:
         like: tl.constexpr = tl.float16  # Triton's interpreter has no subnormal numbers of bfloat16
@@ -217,7 +224,11 @@ def scale_at(
 
 @triton.jit
 def times_scale(value, step, low, zero_kind: tl.constexpr, exact: tl.constexpr):
-    """Return the weights of numbers. exact: scales were converted to the dtype of the numbers."""
+    """Return the weights of numbers.
+
+    Args:
+        exact: whether scales were converted to the dtype of the numbers.
+    """
     if exact:
         weight = value * step
     else:

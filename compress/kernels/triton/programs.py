@@ -24,7 +24,11 @@ from compress.kernels.triton.decoding import (
 
 @triton.jit
 def inputs_at(x, m, positions, is_inside, x_row, is_complete: tl.constexpr, turn: tl.constexpr, per_unit: tl.constexpr):
-    """Return inputs [rows of x, columns] at positions of rows, or zeros. turn: in the order of `turned` columns."""
+    """Return inputs [rows of x, columns] at positions of rows; zeros elsewhere.
+
+    Args:
+        turn: whether to reorder the columns as `turned`.
+    """
     if is_complete:
         tile = tl.load(x + m[:, None] * x_row + positions[None, :])
     else:
@@ -397,7 +401,11 @@ def weights(
     block_n: tl.constexpr,
     block_u: tl.constexpr,
 ):
-    """Dequantize a tile of weights whose codes are decoded at once, as in `product`. out: [rows, width]."""
+    """Dequantize a tile of weights whose codes are decoded at once, as in `product`.
+
+    Args:
+        out: [rows, width].
+    """
     n = tl.program_id(0).to(tl.int64) * block_n + tl.arange(0, block_n)
     u = tl.program_id(1) * block_u + tl.arange(0, block_u)
     is_inside = n < rows

@@ -127,7 +127,7 @@ def _least_squares(
 
 
 def _sums(values: Tensor, signs: Tensor, sizes: Sequence[int]) -> Float[Tensor, "rows groups planes"]:
-    """Sum values * signs over the columns of each group; signs: [planes, rows, columns]."""
+    """Sum values * signs over the columns of each group, with signs of shape [planes, rows, columns]."""
     by_group = [
         torch.stack([group.sum(1) for group in (values * plane_signs).split(sizes, dim=1)], dim=1)
         for plane_signs in signs

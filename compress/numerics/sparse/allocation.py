@@ -13,7 +13,7 @@ from torch import Tensor
 DROPPED = 12  # low bits of a float32 that a histogram ignores; 11 bits of mantissa remain, as many as float16 has
 
 
-def outlier_weighed(
+def outlier_weighted(
     ratios: Mapping[str, float], sizes: Mapping[str, int], sparsity: float, max_deviation: float
 ) -> dict[str, float]:
     """Return sparsities that are lower for higher outlier ratios (OWL, Yin 2023, section 4.1; reference code).

@@ -134,16 +134,16 @@ class Stripes:
 
     Attributes:
         columns: scores of the columns.
-        few: the scores on the rows of the swap table.
+        sampled: the scores on the rows of the swap table.
         order: the columns of each stripe.
         kept: the score that each stripe keeps, over all rows.
     """
 
     def __init__(self, columns: Float[Tensor, "in rows"], n: int, m: int) -> None:
         self.columns, self.n, self.m = columns, n, m
-        self.few = columns[:, :: -(-columns.shape[1] // TABLE_ROWS)].contiguous()
+        self.sampled = columns[:, :: -(-columns.shape[1] // TABLE_ROWS)].contiguous()
         self.order = torch.arange(len(columns), device=columns.device).reshape(-1, m)
-        self.kept = self.measured(self.order)
+        self.kept = self.scores_of(self.order)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -153,18 +153,20 @@ class Stripes:
         """The total score that remains."""
         return float(self.kept.sum())
 
-    def measured(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, " stripes"]:
+    def scores_of(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, " stripes"]:
         """Return the scores that stripes of these columns keep."""
         size = max(1, CHUNK // (self.m * self.columns.shape[1]))
         parts = [torch.stack(largest(self.columns[part], self.n)) for part in order.split(size)]
         return torch.cat([part.sum(-1, dtype=torch.float64).sum(0) for part in parts])
 
-    def needed(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, "stripes m few"]:
+    def thresholds_of(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, "stripes m sampled"]:
         """Return the thresholds of the columns of stripes, on the rows of the table."""
-        size = max(1, CHUNK // (self.m * self.few.shape[1]))
-        return torch.cat([thresholds(self.few[part], self.n) for part in order.split(size)])
+        size = max(1, CHUNK // (self.m * self.sampled.shape[1]))
+        return torch.cat([thresholds(self.sampled[part], self.n) for part in order.split(size)])
 
-    def put(self, indices: Int[Tensor, " some"], order: Int[Tensor, "some m"], scores: Float[Tensor, " some"]) -> None:
+    def assign(
+        self, indices: Int[Tensor, " some"], order: Int[Tensor, "some m"], scores: Float[Tensor, " some"]
+    ) -> None:
         """Replace the columns of the stripes with these indices."""
         self.order[indices], self.kept[indices] = order, scores
 
@@ -193,10 +195,10 @@ class Stripes:
         Returns:
             True for the groups that were replaced.
         """
-        scores = self.measured(new_order.flatten(0, 1)).reshape(groups.shape)
+        scores = self.scores_of(new_order.flatten(0, 1)).reshape(groups.shape)
         is_better = scores.sum(1) > self.kept[groups].sum(1) * (1 + LEAST)
         is_replaced = torch.ones_like(is_better) if force else is_better
-        self.put(groups[is_replaced].flatten(), new_order[is_replaced].flatten(0, 1), scores[is_replaced].flatten())
+        self.assign(groups[is_replaced].flatten(), new_order[is_replaced].flatten(0, 1), scores[is_replaced].flatten())
         return is_replaced
 
 
@@ -217,7 +219,7 @@ def _draft(stripes: Stripes, distances: Distances, generator: torch.Generator) -
     while rounds_without_gain < PATIENCE and len(stripes) > DRAFT_STRIPES:
         place = torch.randint(stripes.m, (len(stripes),), generator=generator).to(index.device)
         old_total = stripes.total
-        distance = distances(stripes.needed(stripes.order)[index, place], stripes.order[index, place])
+        distance = distances(stripes.thresholds_of(stripes.order)[index, place], stripes.order[index, place])
         diagonal = distance.diagonal()
         gain = (distance + distance.T - diagonal - diagonal[:, None]) / 2
         while len(pairs := mutual(gain)):
@@ -238,8 +240,8 @@ class SwapTable:
     def __init__(self, stripes: Stripes, distances: Distances) -> None:
         self.stripes, self.distances = stripes, distances
         width, count = len(stripes.columns), len(stripes)
-        self.far = stripes.few.new_empty(width, width)
-        self.gain = stripes.few.new_empty(count, count)
+        self.far = stripes.sampled.new_empty(width, width)
+        self.gain = stripes.sampled.new_empty(count, count)
         self.place = torch.zeros_like(self.gain, dtype=torch.int16)
         self.refresh(torch.arange(count, device=stripes.order.device))
 
@@ -247,7 +249,7 @@ class SwapTable:
         """Recompute the gains of the swaps of these stripes."""
         for part in changed.split(max(1, CHUNK // self.distances.far.shape[1])):
             order = self.stripes.order[part]
-            self.far[order.flatten()] = self.distances(self.stripes.needed(order).flatten(0, 1))
+            self.far[order.flatten()] = self.distances(self.stripes.thresholds_of(order).flatten(0, 1))
         for part in changed.split(max(1, CHUNK // (self.stripes.m * len(self.far)))):
             self._value(part)
 
@@ -285,7 +287,7 @@ class SwapTable:
     def restore(self, order: Int[Tensor, "stripes m"], scores: Float[Tensor, " stripes"]) -> None:
         """Restore the stripes to an earlier state."""
         changed = (self.stripes.order != order).any(1).nonzero()[:, 0]
-        self.stripes.put(changed, order[changed], scores[changed])
+        self.stripes.assign(changed, order[changed], scores[changed])
         self.refresh(changed)
 
 
@@ -294,13 +296,13 @@ def _optimize(stripes: Stripes, escapes: int, generator: torch.Generator) -> Non
     if len(stripes) < 2:
         return
     sample = stripes.order[:: -(-len(stripes) // KNOT_STRIPES)]
-    distances = Distances(stripes.few, stripes.needed(sample).flatten(0, 1))
+    distances = Distances(stripes.sampled, stripes.thresholds_of(sample).flatten(0, 1))
     _draft(stripes, distances, generator)
     table = SwapTable(stripes, distances)
     table.climb()
     for _ in range(escapes):
         best_state = stripes.order.clone(), stripes.kept.clone()
-        table.refresh(divide_jointly(stripes, generator))
+        table.refresh(optimize_jointly(stripes, generator))
         table.climb()
         regress(table, generator)
         if stripes.total <= float(best_state[1].sum()):
@@ -325,7 +327,7 @@ def regress(table: SwapTable, generator: torch.Generator) -> None:
         table.climb()
 
 
-def divide_jointly(stripes: Stripes, generator: torch.Generator) -> Int[Tensor, " changed"]:
+def optimize_jointly(stripes: Stripes, generator: torch.Generator) -> Int[Tensor, " changed"]:
     """Divide the columns of random groups of stripes again in the best way; return the stripes that changed."""
     size = min(group_size(stripes.m), len(stripes))
     groups = torch.randperm(len(stripes), generator=generator)[: len(stripes) // size * size].reshape(-1, size)
@@ -337,7 +339,7 @@ def divide_jointly(stripes: Stripes, generator: torch.Generator) -> Int[Tensor, 
     new_orders = []
     for columns in stripes.order[groups].flatten(1):
         value = torch.zeros(len(subsets), device=groups.device)
-        for x in stripes.few[columns].split(step, 1):
+        for x in stripes.sampled[columns].split(step, 1):
             value += sum(highest.sum(-1) for highest in largest(x[subsets], stripes.n))
         new_orders.append(columns[subsets[partitions[value[partitions].sum(1).argmax()]]])
     return groups[stripes.replace(groups, torch.stack(new_orders))].flatten()
@@ -347,12 +349,12 @@ def divide_jointly(stripes: Stripes, generator: torch.Generator) -> Int[Tensor, 
 def group_size(m: int) -> int:
     """Return the number of stripes of m that are optimized jointly: the largest within the limits."""
     size = 1
-    while math.comb((size + 1) * m, m) <= SUBSETS and ways_count(size + 1, m) <= PARTITIONS:
+    while math.comb((size + 1) * m, m) <= SUBSETS and count_partitions(size + 1, m) <= PARTITIONS:
         size += 1
     return size
 
 
-def ways_count(size: int, m: int) -> int:
+def count_partitions(size: int, m: int) -> int:
     """Return the number of ways to divide size * m columns into stripes of m."""
     return math.factorial(size * m) // math.factorial(m) ** size // math.factorial(size)
 

@@ -160,7 +160,7 @@ class PackedMask:
         return cls(words, sparsity, shape)
 
     def mask(self, rows: slice = slice(None)) -> Bool[Tensor, "rows in"]:
-        """Return the mask of a slice of rows: True for remaining weights."""
+        """Return the mask of a slice of rows, True for remaining weights."""
         words, width = self.words[rows], self.shape[1]
         if self.sparsity.n_of_m is None:
             return unpack(words, 1, width).bool()

@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.errors import TargetError, did_you_mean
 from compress.layers.linear import CompressedLinear
 from compress.numerics.metrics import relative_error
-from compress.numerics.sparse.allocation import ScoreHistogram, below_threshold, ladder, least_error, outlier_weighed
+from compress.numerics.sparse.allocation import ScoreHistogram, below_threshold, ladder, least_error, outlier_weighted
 from compress.numerics.sparse.masks import Pattern
 from compress.passes.contract.layers import Layer, Solution, Surveyed
 from compress.passes.contract.observers import InputNorm, Nothing, Observer
@@ -172,7 +172,7 @@ class _Outliers(Survey):
     def allocate(self, found: Mapping[str, tuple[float, int]]) -> Mapping[str, float]:
         ratios, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
         try:
-            return outlier_weighed(ratios, sizes, self.step.target_sparsity, self.options.lambda_)
+            return outlier_weighted(ratios, sizes, self.step.target_sparsity, self.options.lambda_)
         except ValueError as error:
             raise TargetError(f"allocate owl: {error}; use a smaller lambda") from error
 

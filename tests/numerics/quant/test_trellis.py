@@ -116,7 +116,7 @@ def test_the_first_search_need_not_see_the_whole_sequence(monkeypatch):
 def test_sequences_that_do_not_fit_at_once_are_searched_in_parts(monkeypatch):
     trellis, values, sequences = Trellis(5, 2), random(32, 1, seed=1), random(30, 32)
     full = Viterbi(values, trellis).tail_biting(sequences)
-    monkeypatch.setattr("compress.numerics.quant.trellis.HELD", 7 * 33 * trellis.overlaps)
+    monkeypatch.setattr("compress.numerics.quant.trellis.MAX_COSTS", 7 * 33 * trellis.overlaps)
     assert search_bytes(trellis, 32, 30) == 4 * 7 * (33 * 8 + 64)
     assert torch.equal(Viterbi(values, trellis).tail_biting(sequences), full)
 

@@ -15,7 +15,7 @@ from compress.numerics.sparse.allocation import (
     in_proportion,
     ladder,
     least_error,
-    outlier_weighed,
+    outlier_weighted,
 )
 
 # Outlier-weighed
@@ -23,7 +23,7 @@ from compress.numerics.sparse.allocation import (
 
 def test_outlier_weighed_by_hand():
     # ratios 0, 1, 3: densities 0, 0.05, 0.15 above the lowest, mean 1/15; sparsity 0.6 less what is above the mean
-    actual = outlier_weighed({"a": 0.0, "b": 1.0, "c": 3.0}, {"a": 1, "b": 1, "c": 1}, 0.6, max_deviation=0.075)
+    actual = outlier_weighted({"a": 0.0, "b": 1.0, "c": 3.0}, {"a": 1, "b": 1, "c": 1}, 0.6, max_deviation=0.075)
     mean = 0.2 / 3
     assert actual == pytest.approx({"a": 0.6 + mean, "b": 0.6 + mean - 0.05, "c": 0.6 + mean - 0.15})
 
@@ -37,7 +37,7 @@ def test_outlier_weighed_by_hand():
 def test_outlier_weighed_keeps_the_mean_and_stays_in_range(layers, sparsity, most):
     ratios = {str(i): ratio for i, (ratio, _) in enumerate(layers)}
     sizes = {str(i): size for i, (_, size) in enumerate(layers)}
-    actual = outlier_weighed(ratios, sizes, sparsity, most)
+    actual = outlier_weighted(ratios, sizes, sparsity, most)
     mean = sum(actual[n] * sizes[n] for n in sizes) / sum(sizes.values())
     assert mean == pytest.approx(sparsity)
     assert max(actual.values()) - min(actual.values()) <= 2 * most + 1e-9
@@ -46,14 +46,14 @@ def test_outlier_weighed_keeps_the_mean_and_stays_in_range(layers, sparsity, mos
 
 
 def test_equal_ratios_are_uniform():
-    assert outlier_weighed({"a": 0.2, "b": 0.2}, {"a": 3, "b": 5}, 0.6, 0.08) == {"a": 0.6, "b": 0.6}
+    assert outlier_weighted({"a": 0.2, "b": 0.2}, {"a": 3, "b": 5}, 0.6, 0.08) == {"a": 0.6, "b": 0.6}
 
 
 def test_a_layer_must_keep_something_and_lose_something():
     with pytest.raises(ValueError, match="would get a sparsity of 1.03 from sparsity 0.95 and lambda 0.08"):
-        outlier_weighed({"a": 0.0, "b": 1.0}, {"a": 1, "b": 1}, 0.95, 0.08)
+        outlier_weighted({"a": 0.0, "b": 1.0}, {"a": 1, "b": 1}, 0.95, 0.08)
     with pytest.raises(ValueError, match="would get a sparsity of -0.03"):
-        outlier_weighed({"a": 0.0, "b": 1.0}, {"a": 1, "b": 1}, 0.05, 0.08)
+        outlier_weighted({"a": 0.0, "b": 1.0}, {"a": 1, "b": 1}, 0.05, 0.08)
 
 
 # One threshold

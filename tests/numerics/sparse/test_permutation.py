@@ -14,12 +14,12 @@ from compress.numerics.sparse.permutation import (
     Distances,
     Stripes,
     SwapTable,
+    count_partitions,
     divisions,
     group_size,
     mutual,
     search,
     thresholds,
-    ways_count,
 )
 
 
@@ -137,7 +137,7 @@ def test_stripes_optimized_jointly_leave_local_optima(monkeypatch):
 
 
 def test_bounded_regressions_leave_local_optima(monkeypatch):
-    monkeypatch.setattr(permutation, "divide_jointly", lambda stripes, draw: torch.zeros(0, dtype=torch.long))
+    monkeypatch.setattr(permutation, "optimize_jointly", lambda stripes, draw: torch.zeros(0, dtype=torch.long))
     actual = [[search(random(24, 48, seed), 2, 4, escapes)[2] for escapes in (0, 12)] for seed in range(2)]
     assert all(empty <= subset for empty, subset in actual) and any(empty < subset for empty, subset in actual)
 
@@ -156,14 +156,14 @@ def test_thresholds_are_what_must_be_exceeded_in_a_columns_place():
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 3), (3, 5)])
 def test_the_table_holds_the_best_swap_of_every_pair_of_stripes(n, m):
     stripes = Stripes(random(9, 4 * m).T.contiguous(), n, m)
-    table = SwapTable(stripes, Distances(stripes.few, stripes.needed(stripes.order).flatten(0, 1)))
+    table = SwapTable(stripes, Distances(stripes.sampled, stripes.thresholds_of(stripes.order).flatten(0, 1)))
     changes = {}
     for a, b in combinations(range(4), 2):
         for i in range(m):
             for j in range(m):
                 pair = stripes.order[[a, b]].clone()
                 pair[0, i], pair[1, j] = pair[1, j].clone(), pair[0, i].clone()
-                changes[a, b, i, j] = float(stripes.measured(pair).sum() - stripes.kept[[a, b]].sum())
+                changes[a, b, i, j] = float(stripes.scores_of(pair).sum() - stripes.kept[[a, b]].sum())
         best = max(((i, j) for i in range(m) for j in range(m)), key=lambda at: changes[(a, b, *at)])
         assert float(table.gain[a, b]) == pytest.approx(changes[(a, b, *best)], abs=1e-4)
         assert float(table.gain[b, a]) == pytest.approx(float(table.gain[a, b]), rel=1e-4)
@@ -172,7 +172,7 @@ def test_the_table_holds_the_best_swap_of_every_pair_of_stripes(n, m):
 
 def test_only_what_changes_is_valued_anew():
     stripes = Stripes(random(9, 40).T.contiguous(), 2, 4)
-    distances = Distances(stripes.few, stripes.needed(stripes.order).flatten(0, 1))
+    distances = Distances(stripes.sampled, stripes.thresholds_of(stripes.order).flatten(0, 1))
     table = SwapTable(stripes, distances)
     assert stripes.swap(torch.tensor([[2, 7]]), torch.tensor([[0, 3]]), force=True).tolist() == [True]
     table.refresh(torch.tensor([2, 7]))
@@ -219,7 +219,7 @@ def test_the_search_is_as_good_with_interpolated_distances(monkeypatch):
 @pytest.mark.parametrize(("size", "m", "count"), [(2, 4, 35), (3, 4, 5775), (5, 2, 945), (3, 3, 280)])
 def test_divisions_are_all_there_are(size, m, count):
     subsets, ways = divisions(size, m)
-    assert len(ways) == ways_count(size, m) == count
+    assert len(ways) == count_partitions(size, m) == count
     assert torch.equal(subsets[ways].flatten(1).sort().values, torch.arange(size * m).expand(count, -1))
     assert len({tuple(sorted(way)) for way in ways.tolist()}) == count
 

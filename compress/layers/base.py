@@ -36,13 +36,18 @@ COMPONENTS: dict[str, type[Component]] = {}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a stored tensor. dtype: None means the storage dtype of the run."""
+    """Shape and dtype of a stored tensor.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: dtype of the tensor; None stands for the storage dtype of the run.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
     def size_bytes(self, storage: torch.dtype) -> int:
-        """Bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return prod(self.shape) * (self.dtype or storage).itemsize
 
 
@@ -62,10 +67,11 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """The description of a component; together with the tensors it determines the component.
+    """A frozen description of a component. A scheme and its tensors determine the component.
 
-    kind: the name of the file that defines it. readers: functions that read fields from JSON, for fields that are not
-    plain values.
+    Attributes:
+        kind: name of the file that defines the scheme.
+        readers: functions that read fields from JSON, for fields that are not plain values.
     """
 
     kind: ClassVar[str]
@@ -78,7 +84,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        """The tensors of a component of a layer of this shape (out, in), by name."""
+        """Return the specifications of the component's tensors by name.
+
+        Args:
+            shape: (out, in) of the layer.
+        """
 
     @property
     def text(self) -> str:
@@ -86,31 +96,46 @@ class Scheme(ABC):
         return self.kind
 
     def size_bytes(self, shape: tuple[int, int], storage: torch.dtype) -> int:
-        """Bytes of all tensors. storage: the storage dtype of the run, for tensors without a dtype of their own."""
+        """Return the size of all tensors in bytes.
+
+        Args:
+            shape: (out, in) of the layer.
+            storage: dtype of tensors that have no fixed dtype.
+        """
         return sum(spec.size_bytes(storage) for spec in self.tensors(shape).values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; fields that equal their default are omitted."""
+        """Convert the scheme to plain values; fields that equal their default are omitted."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        kept = {name: plain(v) for name, v in values.items() if name not in defaults or v != defaults[name]}
-        return {"kind": self.kind, **kept}
+        non_default_values = {
+            name: plain(v) for name, v in values.items() if name not in defaults or v != defaults[name]
+        }
+        return {"kind": self.kind, **non_default_values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises ValueError for values of another kind of scheme."""
-        known, given = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
-        given.pop("kind", None)
-        if unknown := sorted(given.keys() - known.keys()):
-            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-        if missing := sorted(name for name, required in known.items() if required and name not in given):
+        """Read a scheme from the values of `to_json`.
+
+        Raises:
+            ValueError: for an unknown field, a missing field or an invalid value.
+        """
+        is_required, field_values = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
+        field_values.pop("kind", None)
+        if unknown := sorted(field_values.keys() - is_required.keys()):
+            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], is_required)}")
+        if missing := sorted(name for name, required in is_required.items() if required and name not in field_values):
             raise ValueError(f"{cls.kind} lacks its field {missing[0]!r}")
-        found = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
-        found.check()
-        return found
+        scheme = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in field_values.items()})
+        scheme.check()
+        return scheme
 
     def check(self) -> None:
-        """Raise ValueError for fields of a wrong type, and for counts below 1; for schemes that come from files."""
+        """Check the fields of a scheme that was read from a file.
+
+        Raises:
+            ValueError: for a field of a wrong type, or a count below 1.
+        """
         for name, hint in validators(type(self)).items():
             try:
                 hint.validate_python(value := getattr(self, name))
@@ -127,7 +152,11 @@ def _identity(value: Any) -> Any:
 
 
 def read_scheme(values: Any) -> Any:
-    """Read a scheme of any kind. Raises ValueError for values that describe none."""
+    """Read a scheme of any kind from the values of `Scheme.to_json`.
+
+    Raises:
+        ValueError: for values that do not describe a scheme.
+    """
     kind = values.get("kind") if isinstance(values, Mapping) else None
     if not isinstance(kind, str) or kind not in SCHEMES:
         raise ValueError(f"{str(values)[:100]!r} describes no part or transform; kinds: {', '.join(sorted(SCHEMES))}")
@@ -145,11 +174,16 @@ class PartScheme(Scheme):
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """The grids of its codes."""
+        """The grids of the part's codes."""
         return ()
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
-        """As `Scheme.tensors`. lattice: the shape of the stored weights if only kept weights are stored."""
+        """Return the specifications of the part's tensors by name.
+
+        Args:
+            shape: (out, in) of the layer.
+            lattice: shape of the stored weights of a packed sparse part; None for a part that stores all weights.
+        """
         raise NotImplementedError
 
     @property
@@ -159,15 +193,19 @@ class PartScheme(Scheme):
 
     @property
     def free_scales(self) -> bool:
-        """Whether its scales are floats that training may change."""
+        """Whether the scales are floats that training may change."""
         return False
 
     def refuses(self, shape: tuple[int, int]) -> str | None:
-        """Why a layer of this shape cannot have the part, and how to change the recipe; None if it can."""
+        """Return why a layer of this shape cannot have the part and how to change the recipe; None if it can."""
         return None
 
     def value(self, storage: torch.dtype) -> Value | None:
-        """The storage of one kept weight (dtype, or bits); None for a part that cannot store kept weights alone."""
+        """Return the storage of one weight: a dtype, or a number of bits.
+
+        Returns:
+            None for a part that cannot be packed sparsely.
+        """
         return None
 
 
@@ -175,8 +213,10 @@ class PartScheme(Scheme):
 class TransformScheme(Scheme):
     """The description of a transform of the input.
 
-    For the errors of formats that cannot store the transform: effect, its effect on inputs; instead, how a user can
-    avoid it. undone: a note for the journal when the transform is folded into a dense weight; empty: no note.
+    Attributes:
+        effect: effect on the inputs, for errors of formats that cannot store the transform.
+        instead: how a user can avoid the transform, for the same errors.
+        undone: note for the journal when the transform is folded into a dense weight; empty for no note.
     """
 
     effect: ClassVar[str] = "its inputs have a transform"
@@ -185,9 +225,12 @@ class TransformScheme(Scheme):
 
 
 class Component(nn.Module, ABC):
-    """Tensors and their description. A component is a value: a change creates a new component.
+    """Tensors and their scheme. A component is immutable: a change creates a new component.
 
-    kind: as of its scheme. names: the stored name of every buffer, as in the scheme. shape: (out, in) of the layer.
+    Attributes:
+        kind: kind of the scheme.
+        names: stored name of every buffer, as in the scheme.
+        shape: (out, in) of the layer.
     """
 
     kind: ClassVar[str]
@@ -198,7 +241,7 @@ class Component(nn.Module, ABC):
 
     @property
     def casts(self) -> bool:
-        """Whether `module.to(dtype)` casts its floats. False: they keep their stored dtype, such as scales of codes."""
+        """Whether `module.to(dtype)` casts the floats; scales of codes, for example, keep their stored dtype."""
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -213,35 +256,47 @@ class Component(nn.Module, ABC):
             self.register_buffer(buffer, tensors.get(buffer))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
-        def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            return found if self.casts or found.dtype == tensor.dtype else tensor.to(found.device)
+        def convert(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            return converted if self.casts or converted.dtype == tensor.dtype else tensor.to(converted.device)
 
         for child in self.children() if recurse else ():
             child._apply(fn)
-        return super()._apply(moved, recurse=False)
+        return super()._apply(convert, recurse=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by their names in a checkpoint."""
-        found = {name: getattr(self, buffer) for buffer, name in self.names.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """Return the tensors by their names in a checkpoint."""
+        tensor_by_name = {name: getattr(self, buffer) for buffer, name in self.names.items()}
+        return {name: tensor for name, tensor in tensor_by_name.items() if tensor is not None}
 
     @classmethod
     def read(cls, scheme: Any, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
-        """Rebuild the component exactly from the tensors of its layer, named `stored_name(prefix, name)`.
+        """Rebuild the component exactly from the tensors of its layer.
 
-        Raises KeyError for a missing tensor, ValueError for an invalid one.
+        Args:
+            scheme: scheme of the component.
+            shape: (out, in) of the layer.
+            tensors: tensors of the layer, named `stored_name(prefix, name)`.
+            prefix: prefix of the component's names.
+
+        Raises:
+            KeyError: for a missing tensor.
+            ValueError: for an invalid tensor.
         """
-        known = checked(scheme.tensors(shape), tensors, prefix)
-        found = cls(scheme, shape, {buffer: known.get(name) for buffer, name in cls.names.items()})
-        found.validate(prefix)
-        return found
+        scheme_tensors = checked(scheme.tensors(shape), tensors, prefix)
+        component = cls(scheme, shape, {buffer: scheme_tensors.get(name) for buffer, name in cls.names.items()})
+        component.validate(prefix)
+        return component
 
     def validate(self, prefix: str) -> None:
-        """Raise ValueError for values that contradict each other or the scheme; `read` checked shapes and dtypes."""
+        """Check the values of the tensors; `read` has checked shapes and dtypes.
+
+        Raises:
+            ValueError: for values that contradict each other or the scheme.
+        """
 
     def sha256(self) -> str:
-        """A digest of scheme, shape and tensors; equal for bit-identical components."""
+        """Return a digest of scheme, shape and tensors; equal for bit-identical components."""
         digest = hashlib.sha256(f"{self.scheme.to_json()} {self.shape}".encode())
         for name, tensor in self.tensors().items():
             digest.update(name.encode() + bytes_of(tensor.cpu()).numpy().tobytes())
@@ -249,26 +304,41 @@ class Component(nn.Module, ABC):
 
 
 def checked(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Select and check the tensors of a scheme among those of a layer; by their names in the scheme.
+    """Select the tensors of a scheme among those of a layer, and check their shapes and dtypes.
 
-    Raises KeyError for a missing tensor, ValueError for a shape or dtype other than the scheme's.
+    Args:
+        specs: specifications by name, as of `Scheme.tensors`.
+        tensors: tensors of the layer by stored name.
+        prefix: prefix of the stored names.
+
+    Returns:
+        The tensors by their names in the scheme.
+
+    Raises:
+        KeyError: for a missing tensor.
+        ValueError: for a shape or dtype other than the scheme's.
     """
-    found: dict[str, Tensor] = {}
+    scheme_tensors: dict[str, Tensor] = {}
     for name, spec in specs.items():
-        full = stored_name(prefix, name)
-        tensor = tensors[full]
+        stored_key = stored_name(prefix, name)
+        tensor = tensors[stored_key]
         if spec.dtype is None and not tensor.is_floating_point():
-            raise ValueError(f"{full} holds {tensor.dtype}, not floats")
-        wanted = spec.dtype or tensor.dtype
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != wanted:
-            here = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{full} is {here}, but it must be {wanted} {list(spec.shape)}")
-        found[name] = tensor
-    return found
+            raise ValueError(f"{stored_key} holds {tensor.dtype}, not floats")
+        expected_dtype = spec.dtype or tensor.dtype
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != expected_dtype:
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{stored_key} is {actual}, but it must be {expected_dtype} {list(spec.shape)}")
+        scheme_tensors[name] = tensor
+    return scheme_tensors
 
 
 class WeightPart(Component):
-    """One summand of a layer's weight. lattice: the shape of the stored weights, (out, in) or that of kept weights."""
+    """One summand of the weight of a layer.
+
+    Attributes:
+        lattice: shape of the stored weights: (out, in), or `Sparsity.values` of packed sparse weights.
+        narrow_inputs: whether kernels may round float32 inputs to bfloat16; set before the first product.
+    """
 
     scheme: PartScheme
 
@@ -286,29 +356,29 @@ class WeightPart(Component):
 
     @abstractmethod
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        """The weight of the part, computed in `dtype`."""
+        """Dequantize the part in `dtype`."""
 
     def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
-        """Some rows of the weight, computed in `dtype`; equal to those of `dense`."""
+        """Dequantize the rows `ids` in `dtype`; bit-identical to those of `dense`."""
         return self.dense(dtype)[ids]
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
-        """x W^T + bias in plain torch. Kernels are tested against it."""
+        """Compute x W^T + bias in plain torch. Kernels are tested against it."""
         return nn.functional.linear(x, self.dense(x.dtype), bias)
 
     def prepared(self, kernel: dispatch.Kernel) -> Any:
-        """The result of `kernel.prepare` on the part; cached until the tensors change."""
+        """Return the result of `kernel.prepare` for the part; it is cached until the tensors change."""
         key = id(kernel)
         if key not in self._prepared:
             self._prepared[key] = kernel.prepare(self)
         return self._prepared[key]
 
     def is_prepared(self, kernel: dispatch.Kernel) -> bool:
-        """Whether the result of `kernel.prepare` is cached."""
+        """Return whether the result of `kernel.prepare` is cached."""
         return id(kernel) in self._prepared
 
     def forget_prepared(self, keys: Any = None) -> None:
-        """Drop the results of kernels, because the tensors have changed; also a hook after `load_state_dict`."""
+        """Drop the cached results of `Kernel.prepare`; also a hook after `load_state_dict`."""
         self._prepared = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
@@ -316,38 +386,48 @@ class WeightPart(Component):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude the results of kernels; a copy prepares its own."""
+        """Exclude the cached results of kernels."""
         return {**self.__dict__, "_prepared": {}}
 
     def in_storage(self, dtype: torch.dtype) -> WeightPart:
-        """The part with its floats (such as scales and float zero points) in the storage dtype.
+        """Cast the floats of the part, such as scales and float zero points, to the storage dtype.
 
         The values do not change if the pass computed them for that dtype.
         """
         return self
 
     def round_to(self, dtype: torch.dtype) -> None:
-        """Round weights that are floats to the values of `dtype`, in place; their own dtype does not change."""
+        """Round float weights to the values of `dtype` in place; the dtype of the tensor does not change."""
 
     def vanished(self, weight: Float[Tensor, "out in"]) -> int:
-        """The number of groups of the original `weight` that became zero because no scale is small enough."""
+        """Count the groups of the original `weight` that became zero because no scale is small enough."""
         return 0
 
-    # Kept weights
+    # Packed sparse weights
 
     @property
     def kept(self) -> PackedMask | None:
-        """The positions of the kept weights if the part stores them alone, else None."""
+        """The positions of packed sparse weights; None for a part that stores all weights."""
         return None
 
-    def gathered(self, kept: PackedMask) -> WeightPart:
-        """A part of the same kind that holds the kept weights alone; only for schemes whose `value` is not None."""
+    def gathered(self, positions: PackedMask) -> WeightPart:
+        """Return a part of the same kind that stores the weights at `positions` only.
+
+        Only for schemes whose `value` is not None.
+        """
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
     def kept_rows(
-        self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
+        self, rows: slice, mask: Bool[Tensor, "rows in"], value_range: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
-        """Some rows of the weight of a `gathered` part. mask: of these rows. where: range of their kept weights."""
+        """Dequantize some rows of a `gathered` part; weights outside of the mask are zero.
+
+        Args:
+            rows: range of rows.
+            mask: mask of these rows.
+            value_range: range of their weights among the stored weights of all rows.
+            dtype: dtype of the result.
+        """
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
     # Training
@@ -358,7 +438,7 @@ class WeightPart(Component):
         return None
 
     def with_scale(self, scale: Float[Tensor, "out groups"]) -> WeightPart:
-        """The part with other scales; only if `free_scale` is not None."""
+        """Return the part with other scales; only if `free_scale` is not None."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
 
     def spread(self, per_group: Float[Tensor, "out groups"]) -> Float[Tensor, "out in"]:
@@ -371,11 +451,15 @@ class WeightPart(Component):
 
 
 class InputTransform(Component):
-    """A map of the layer's input, applied before the product with the weight.
+    """A map of the input of a layer, applied before the product with the weight.
 
-    rank: transforms are applied in ascending order. linear: `absorbed` can fold it into the weight. keeps_zeros:
-    `absorbed` leaves zeros of the weight where they are. mixes: a column of the weight is for several input channels,
-    and cannot be scaled or pruned for one of them. in_kernel: kernels apply it, together with the product.
+    Attributes:
+        rank: transforms are applied in ascending order of rank.
+        linear: whether `absorbed` can fold the transform into the weight.
+        keeps_zeros: whether `absorbed` preserves the positions of zeros.
+        mixes: whether a column of the weight belongs to several input channels; it cannot be scaled or pruned for one
+            of them.
+        in_kernel: whether kernels apply the transform together with the product.
     """
 
     rank: ClassVar[int]
@@ -388,12 +472,12 @@ class InputTransform(Component):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """The transformed input, in the dtype of x."""
+        """Transform the input; the dtype of x is preserved."""
 
     def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """Fold the transform t into W: the weight W' with W' x = W t(x). Only for linear transforms."""
+        """Fold the transform t into the weight W, so that W' x = W t(x). Only for linear transforms."""
         raise AssertionError(f"a transform of kind {self.kind} is not linear")
 
     def permuted(self, order: Int[Tensor, " in"]) -> InputTransform:
-        """The same transform for permuted inputs, whose channel j is channel order[j] of the original."""
+        """Return the transform for permuted inputs, whose channel j is channel order[j] of the original."""
         return self

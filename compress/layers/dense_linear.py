@@ -1,4 +1,4 @@
-"""The dense linears of torch and transformers, and which of their subclasses compute the same."""
+"""The dense linear layers of torch and transformers, and which of their subclasses compute the same function."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
 MISFITS = (AttributeError, RuntimeError, TypeError, ValueError, LookupError, AssertionError)
-"""The exceptions of a subclass that needs more than a linear has."""
+"""The exceptions of a subclass whose forward pass needs attributes that a linear layer lacks."""
 
 
 @cache
-def is_linear(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class compute x W + b; a subclass with a forward pass of its own is tried on an example."""
-    base = next((base for base in LINEARS if issubclass(kind, base)), None)
-    if base is None or kind.forward is base.forward:
+def is_linear(cls: type[nn.Module]) -> bool:
+    """Return whether modules of a class compute x W + b.
+
+    A subclass that overrides `forward` is compared with its base class on an example.
+    """
+    base = next((base for base in LINEARS if issubclass(cls, base)), None)
+    if base is None or cls.forward is base.forward:
         return base is not None
     with torch.random.fork_rng(devices=[]):
         plain = base(3, 2)
-    trial, x = kind.__new__(kind), torch.tensor([[1.0, -2.0, 4.0]] if base is nn.Linear else [[1.0, -2.0]])
+    trial, x = cls.__new__(cls), torch.tensor([[1.0, -2.0, 4.0]] if base is nn.Linear else [[1.0, -2.0]])
     nn.Module.__init__(trial)
     vars(trial).update({name: value for name, value in vars(plain).items() if name not in vars(trial)})
     trial._parameters.update(plain._parameters)
     with torch.no_grad():
         try:
-            found = trial(x)
+            output = trial(x)
         except MISFITS:
             return False
-        return isinstance(found, Tensor) and torch.allclose(found, plain(x))
+        return isinstance(output, Tensor) and torch.allclose(output, plain(x))

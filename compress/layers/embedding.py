@@ -12,24 +12,38 @@ from torch.func import functional_call
 from compress.layers.linear import CompressedLinear
 
 FEW = 64
-"""Tokens that are looked up one by one; repeated ones among more tokens are dequantized once."""
+"""Largest number of tokens whose rows are dequantized one by one; more tokens are deduplicated first."""
 
 
 class CompressedEmbedding(nn.Module):
-    """Look up rows of the weight of a CompressedLinear; only the rows that are asked for are dequantized.
+    """An embedding that looks up rows of the weight of a CompressedLinear and dequantizes only these rows.
 
-    The model's own embedding computes the output from these rows, so that what it adds (such as a scale) stays. The
-    table of an untied embedding is a submodule. That of a tied one is the output head, which holds the tensors.
+    The original embedding module computes the output from these rows, so that its other operations (such as a scale)
+    are
+    preserved. The table of an untied embedding is a submodule. The table of a tied embedding is the LM head, which owns
+    the
+    tensors.
+
+    Attributes:
+        table: weight [vocabulary, width].
+        own: the original embedding module without its weight.
+        dtype_of_computation: empty tensor whose dtype is that of the output.
     """
 
     table: CompressedLinear
     dtype_of_computation: Tensor
 
     def __init__(self, embedding: nn.Embedding, table: CompressedLinear, tied: bool) -> None:
-        """embedding: the dense original, which does not change. table: weight [vocabulary, width]."""
+        """Create the embedding.
+
+        Args:
+            embedding: the dense original; it is not changed.
+            table: weight [vocabulary, width].
+            tied: whether `table` is the LM head of the model.
+        """
         super().__init__()
         if tied:
-            self.__dict__["table"] = table  # no submodule: the head holds its tensors
+            self.__dict__["table"] = table  # not a submodule: the LM head owns its tensors
         else:
             self.table = table
         table.role = "tied" if tied else "embedding"
@@ -44,7 +58,7 @@ class CompressedEmbedding(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the output head holds the table."""
+        """Whether the table is the LM head."""
         return self.table.role == "tied"
 
     @property
@@ -59,16 +73,16 @@ class CompressedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "vocabulary width"]:
-        """The whole dense weight, in the dtype of computation."""
+        """The dense weight, in the dtype of computation."""
         return self.table.weight_as(self.dtype_of_computation.dtype)
 
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
         if ids.numel() <= FEW:
-            rows, places = ids.flatten(), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+            rows, positions = ids.flatten(), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         else:
-            rows, places = ids.unique(return_inverse=True)
-        known = self.table.rows_at(rows, self.dtype_of_computation.dtype)
-        return functional_call(self.own, {"weight": known}, (places,))
+            rows, positions = ids.unique(return_inverse=True)
+        row_weights = self.table.rows_at(rows, self.dtype_of_computation.dtype)
+        return functional_call(self.own, {"weight": row_weights}, (positions,))
 
     def share_table(self) -> None:
         """Leave the tensors of the table to the output head, which is to be the table."""
@@ -89,7 +103,7 @@ class CompressedEmbedding(nn.Module):
 
 
 def layer_of(module: nn.Module) -> CompressedLinear:
-    """The compressed weight of a linear or an embedding; that of a dense one shares its tensor."""
+    """Return the compressed weight of a linear or an embedding; that of a dense module shares its tensor."""
     if isinstance(module, CompressedEmbedding):
         return module.table
     if isinstance(module, nn.Embedding):

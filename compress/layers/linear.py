@@ -22,7 +22,7 @@ from compress.layers.dense_linear import is_linear
 from compress.layers.parts.codes import CodesPart
 from compress.layers.parts.dense import DensePart
 from compress.layers.parts.sparse import SparsePart
-from compress.layers.scheme import LayerScheme, Role, codes_alone, layer_tensors
+from compress.layers.scheme import LayerScheme, Role, layer_tensors, only_codes
 from compress.layers.shared_input import SharedInput
 from compress.layers.transforms.permutation import Permutation
 from compress.layers.transforms.rounding import InputRounding
@@ -35,7 +35,11 @@ Weight = Tensor | Codes | WeightPart | Sequence[WeightPart]
 
 
 def parts_of(weight: Weight) -> list[WeightPart]:
-    """Convert a weight to parts; it may be floats, codes, a part or parts."""
+    """Convert a weight to parts.
+
+    Args:
+        weight: floats, codes, a part or parts.
+    """
     if isinstance(weight, Tensor):
         return [DensePart.of(weight)]
     if isinstance(weight, Codes):
@@ -44,11 +48,19 @@ def parts_of(weight: Weight) -> list[WeightPart]:
 
 
 class CompressedLinear(nn.Module):
-    """y = sum over parts of part.product(t(x)) + bias, with t the transforms of the input in order.
+    """y = sum over parts of part.product(t(x)) + bias, where t applies the transforms of the input in order.
 
-    All weights have the shape [out, in]; `transposed`: the dense original stores [in, out]. The columns of `weight` are
-    those of t(x), so a permutation among the transforms also determines their order. A packed mask states which weights
-    pruning has kept, for every kind of storage. role: whether rows are looked up too (`model.embedding`).
+    All weights have the shape [out, in]. The columns of `weight` are those of t(x), so a permutation among the
+    transforms
+    also determines their order. A packed mask states which weights pruning has kept, for every kind of storage.
+
+    Attributes:
+        transposed: whether the dense original stores [in, out].
+        role: whether rows are looked up too (`layers.embedding`).
+        sparsity: pattern and count of the mask; None without a mask.
+        mask_words: packed mask, unless the only part stores its own.
+        shared_input: computes several layers with the same input in one call.
+        traced: operands of the layer's custom operator in a traced step.
     """
 
     parts: nn.ModuleList
@@ -84,14 +96,19 @@ class CompressedLinear(nn.Module):
     # The weight
 
     def put(self, weight: Weight, mask: Bool[Tensor, "out in"] | None = None) -> None:
-        """Replace the weight [out, in]. The present mask stays unless another is given or the only part has its own."""
+        """Replace the weight [out, in].
+
+        Args:
+            weight: floats, codes, a part or parts.
+            mask: the new mask. None keeps the present mask, unless the only part has its own.
+        """
         parts = parts_of(weight)
-        own = parts[0].kept if len(parts) == 1 else None
-        kept = own or (self.positions if mask is None else PackedMask.of(mask))
-        assert kept is None or kept.shape == parts[0].shape, "mask and weight have different shapes"
+        part_positions = parts[0].kept if len(parts) == 1 else None
+        positions = part_positions or (self.positions if mask is None else PackedMask.of(mask))
+        assert positions is None or positions.shape == parts[0].shape, "mask and weight have different shapes"
         self.traced = None
-        self.mask_words = None if kept is None or own is not None else kept.words
-        self.sparsity = None if kept is None else kept.sparsity
+        self.mask_words = None if positions is None or part_positions is not None else positions.words
+        self.sparsity = None if positions is None else positions.sparsity
         self.parts = nn.ModuleList(parts)
 
     def change_parts(self, change: Callable[[WeightPart], WeightPart]) -> None:
@@ -109,12 +126,12 @@ class CompressedLinear(nn.Module):
         return self.weight_as(self.all_parts[0].dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        """The dense weight, computed in `dtype`."""
-        first, *others = self.all_parts
-        found = first.dense(dtype)
-        for part in others:
-            found = found + part.dense(dtype)
-        return found
+        """Dequantize the weight in `dtype`."""
+        first_part, *further_parts = self.all_parts
+        weight = first_part.dense(dtype)
+        for part in further_parts:
+            weight = weight + part.dense(dtype)
+        return weight
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,8 +145,8 @@ class CompressedLinear(nn.Module):
 
     @property
     def codes(self) -> CodesPart | None:
-        """The codes of a layer whose weight is codes alone; None for others."""
-        return codes_alone(self.all_parts)
+        """The codes of a layer whose only part is codes; None for other layers."""
+        return only_codes(self.all_parts)
 
     @property
     def scheme(self) -> LayerScheme:
@@ -138,15 +155,15 @@ class CompressedLinear(nn.Module):
         return LayerScheme(self.shape, parts, tuple(t.scheme for t in self.all_transforms), self.role)
 
     def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
-        """Some rows of the dense weight, computed in `dtype`; only these rows are dequantized where parts allow it."""
-        first, *others = self.all_parts
-        found = first.rows_at(ids, dtype)
-        for part in others:
-            found = found + part.rows_at(ids, dtype)
-        return found
+        """Dequantize the rows `ids` in `dtype`; only these rows are dequantized if the parts allow it."""
+        first_part, *further_parts = self.all_parts
+        weight_rows = first_part.rows_at(ids, dtype)
+        for part in further_parts:
+            weight_rows = weight_rows + part.rows_at(ids, dtype)
+        return weight_rows
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of parts and transforms, by their names in format `native`."""
+        """Return the tensors of parts and transforms, by their names in format `native`."""
         return layer_tensors(self.all_parts, self.all_transforms, self.scheme.prefixes)
 
     def read(self, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]) -> None:
@@ -155,7 +172,7 @@ class CompressedLinear(nn.Module):
         self.transforms = nn.ModuleList(transforms)
 
     def sha256(self) -> str:
-        """A digest of parts and transforms with their tensors."""
+        """Return a digest of parts and transforms with their tensors."""
         digest = hashlib.sha256()
         for component in (*self.all_parts, *self.all_transforms):
             digest.update(component.sha256().encode())
@@ -166,9 +183,9 @@ class CompressedLinear(nn.Module):
     @property
     def positions(self) -> PackedMask | None:
         """The packed mask, or None."""
-        own = self.all_parts[0].kept if len(self.parts) == 1 else None
-        if own is not None or self.mask_words is None:
-            return own
+        part_positions = self.all_parts[0].kept if len(self.parts) == 1 else None
+        if part_positions is not None or self.mask_words is None:
+            return part_positions
         assert self.sparsity is not None
         return PackedMask(self.mask_words, self.sparsity, self.shape)
 
@@ -179,15 +196,19 @@ class CompressedLinear(nn.Module):
         return None if positions is None else positions.mask()
 
     def store_kept(self, sparsity: SparseLayout) -> None:
-        """Convert the weight to one that stores kept weights alone. sparsity: one that the mask has (`sparsities`).
+        """Convert the weight to packed sparse weights.
 
-        Raises NumericError if a weight outside of the mask is not zero.
+        Args:
+            sparsity: a pattern that the mask has (`sparsities`).
+
+        Raises:
+            NumericError: if a weight outside of the mask is not zero.
         """
-        mask, (part,), before = self.mask, self.all_parts, int(self.weight.count_nonzero())
+        mask, (part,), nonzero_count = self.mask, self.all_parts, int(self.weight.count_nonzero())
         assert mask is not None
         assert part.kept is None
         self.put(SparsePart.of(part, PackedMask.of(mask, sparsity.n_of_m)))
-        if int(self.weight.count_nonzero()) != before:
+        if int(self.weight.count_nonzero()) != nonzero_count:
             raise NumericError("weights that were pruned are no longer zero")
 
     # The input
@@ -198,14 +219,14 @@ class CompressedLinear(nn.Module):
         return list(self.transforms)  # type: ignore[arg-type]
 
     def transform_of(self, kind: type[Any]) -> Any:
-        """The transform of a class, or None."""
+        """Return the transform of a class, or None."""
         return next((t for t in self.transforms if isinstance(t, kind)), None)
 
     def set_transform(self, transform: InputTransform) -> None:
         """Add a transform in the order of ranks; it replaces a transform of the same kind."""
         transform.shape = self.shape
-        others = [t for t in self.all_transforms if t.kind != transform.kind]
-        self.transforms = nn.ModuleList(sorted([*others, transform], key=lambda t: t.rank))
+        other_transforms = [t for t in self.all_transforms if t.kind != transform.kind]
+        self.transforms = nn.ModuleList(sorted([*other_transforms, transform], key=lambda t: t.rank))
 
     def drop_transform(self, transform: InputTransform) -> None:
         """Remove a transform."""
@@ -213,14 +234,14 @@ class CompressedLinear(nn.Module):
 
     @property
     def rounding(self) -> InputRounding | None:
-        """The rounding of inputs, or None."""
+        """The activation quantizer, or None."""
         return self.transform_of(InputRounding)
 
     def round_inputs(self, rounding: InputRounding | None) -> None:
-        """Replace the rounding of inputs; None removes it."""
-        before = self.rounding
-        if before is not None:
-            self.drop_transform(before)
+        """Replace the activation quantizer; None removes it."""
+        previous = self.rounding
+        if previous is not None:
+            self.drop_transform(previous)
         if rounding is not None:
             self.set_transform(rounding)
 
@@ -233,23 +254,25 @@ class CompressedLinear(nn.Module):
     def rescale_input(self, scale: Float[Tensor, " in"]) -> None:
         """Multiply the columns of the dense weight by `scale` and divide the inputs by it; the function is preserved.
 
-        For scales that cannot be folded into the layers before. The scale is stored in float32; several calls multiply.
+        For scales that cannot be folded into an earlier layer. The scale is stored in float32. The scales of several
+        calls
+        are multiplied.
         """
         assert not self.quantized, "codes cannot be rescaled; passes that rescale come before quantizing passes"
-        weight, before = self.weight, self.transform_of(Scale)
+        weight, previous = self.weight, self.transform_of(Scale)
         scale = scale.detach().to(weight.device, torch.float32)
         self.put((weight.float() * scale).to(weight.dtype))
-        self.set_transform(Scale.of(scale if before is None else before.scale * scale, self.shape))
+        self.set_transform(Scale.of(scale if previous is None else previous.scale * scale, self.shape))
 
     def permute_input(self, order: Int[Tensor, " in"]) -> None:
         """Permute the columns of the dense weight and the inputs, channel order[j] to j; the function is preserved.
 
-        For permutations that cannot be folded into the layers before. Several calls are combined.
+        For permutations that cannot be folded into an earlier layer. The permutations of several calls are combined.
         """
         assert not self.quantized, "codes cannot be permuted; passes that permute come before quantizing passes"
-        before = self.input_permutation
+        previous_order = self.input_permutation
         self._permute_columns(order)
-        self.set_transform(Permutation.of(order if before is None else before[order], self.shape))
+        self.set_transform(Permutation.of(order if previous_order is None else previous_order[order], self.shape))
 
     def _permute_columns(self, order: Int[Tensor, " in"]) -> None:
         """Permute the columns of weight and mask, and the other transforms; codes are dequantized."""
@@ -265,11 +288,15 @@ class CompressedLinear(nn.Module):
             self.drop_transform(permutation)
 
     def absorb_inputs(self, keep_zeros: bool = False) -> list[InputTransform]:
-        """Fold linear transforms into the weight and remove them; the function is preserved. Returns these transforms.
+        """Fold linear transforms into the weight and remove them; the function is preserved. Codes are dequantized.
 
-        keep_zeros: leave transforms that move zeros of the weight, and those before them. Codes are dequantized.
+        Args:
+            keep_zeros: leave transforms that move zeros of the weight, and the transforms before them.
+
+        Returns:
+            The folded transforms.
         """
-        before = [t for t in self.all_transforms if t.linear]
+        linear_transforms = [t for t in self.all_transforms if t.linear]
         if not keep_zeros:
             self.absorb_permutation()
         for transform in reversed([t for t in self.all_transforms if t.linear]):
@@ -280,18 +307,18 @@ class CompressedLinear(nn.Module):
                 mask = transform.absorbed(mask.float()) != 0
             self.put(transform.absorbed(self.weight), mask)
             self.drop_transform(transform)
-        left = {t.kind for t in self.all_transforms}
-        return [t for t in before if t.kind not in left]
+        remaining_kinds = {t.kind for t in self.all_transforms}
+        return [t for t in linear_transforms if t.kind not in remaining_kinds]
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """Apply all transforms except rounding."""
+        """Apply all transforms except activation quantization."""
         for transform in self.all_transforms:
             x = x if transform.in_kernel else transform(x)
         return x
 
     @property
     def joint_call(self) -> tuple[dispatch.Part, Any, Tensor | None] | None:
-        """Part, rounding of inputs and bias of a layer that is nothing else; None for other layers."""
+        """Part, activation quantizer and bias, if the layer has one part and no other transforms; else None."""
         parts, transforms = self._modules["parts"]._modules, self._modules["transforms"]._modules  # type: ignore[union-attr]
         rounding: Any = next(iter(transforms.values()), None)
         if len(parts) > 1 or len(transforms) > 1 or not (rounding is None or rounding.in_kernel):
@@ -320,7 +347,7 @@ class CompressedLinear(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude what stands for weights in this process only."""
+        """Exclude the operands that are valid in this process only."""
         return {**self.__dict__, "traced": None}
 
     def extra_repr(self) -> str:
@@ -329,7 +356,7 @@ class CompressedLinear(nn.Module):
 
 
 def _write_scheme(layer: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    """Add the scheme to the metadata of a state dict: the tensors of two schemes may have equal shapes."""
+    """Add the scheme to the metadata of a state dict, because tensors of two schemes may have equal shapes."""
     assert isinstance(layer, CompressedLinear)
     metadata["scheme"] = layer.scheme.to_json()
 
@@ -344,16 +371,16 @@ def _check_scheme(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Report an error of `load_state_dict` if the state is that of a layer of another scheme."""
+    """Append an error of `load_state_dict` if the state belongs to a layer of another scheme."""
     assert isinstance(layer, CompressedLinear)
     stored = metadata.get("scheme", layer.scheme.to_json())
     if stored != layer.scheme.to_json():
-        there = LayerScheme.from_json(stored).text
-        errors.append(f"{prefix.removesuffix('.')} is {layer.scheme.text}, but the state dict holds {there}")
+        stored_text = LayerScheme.from_json(stored).text
+        errors.append(f"{prefix.removesuffix('.')} is {layer.scheme.text}, but the state dict holds {stored_text}")
 
 
 def _count_kept(layer: nn.Module, keys: Any) -> None:
-    """Update the number of kept weights to that of the mask that was loaded."""
+    """Update the number of kept weights after a mask was loaded."""
     assert isinstance(layer, CompressedLinear)
     layer.traced = None
     positions, words = layer.positions, layer.mask_words
@@ -362,7 +389,7 @@ def _count_kept(layer: nn.Module, keys: Any) -> None:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """The shape (out, in) of a linear of any kind."""
+    """Return the shape (out, in) of a linear of any kind."""
     if isinstance(module, CompressedLinear):
         return module.shape
     assert isinstance(module, LINEARS)
@@ -371,35 +398,38 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def scheme_of(module: nn.Module) -> LayerScheme:
-    """The storage scheme of a linear of any kind; that of a dense layer is plain."""
+    """Return the storage scheme of a linear of any kind; that of a dense layer is plain."""
     return module.scheme if isinstance(module, CompressedLinear) else LayerScheme(shape_of(module))
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Every linear of a module by name, dense or compressed, in the order of definition; no tables or routers."""
-    found = {n: m for n, m in module.named_modules() if isinstance(m, CompressedLinear) or is_linear(type(m))}
-    return {name: child for name, child in found.items() if getattr(child, "role", "linear") != "embedding"}
+    """Return every linear of a module by name, dense or compressed, in the order of definition.
+
+    Embedding tables and routers are excluded.
+    """
+    module_by_name = {n: m for n, m in module.named_modules() if isinstance(m, CompressedLinear) or is_linear(type(m))}
+    return {name: child for name, child in module_by_name.items() if getattr(child, "role", "linear") != "embedding"}
 
 
 def kind_of(name: str) -> str:
-    """The kind of a module of several blocks: its name with '*' for each number."""
+    """Return the kind of a module of several blocks: its name with '*' for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:
-    """Replace the linear `name` of `root` by a CompressedLinear, and return it; a CompressedLinear stays."""
-    old = root.get_submodule(name)
-    new = CompressedLinear.of(old)
-    if new is not old:
+    """Replace the linear `name` of `root` by a CompressedLinear and return it; a CompressedLinear is not replaced."""
+    original = root.get_submodule(name)
+    compressed = CompressedLinear.of(original)
+    if compressed is not original:
         parent, _, leaf = name.rpartition(".")
-        setattr(root.get_submodule(parent), leaf, new)
-    return new
+        setattr(root.get_submodule(parent), leaf, compressed)
+    return compressed
 
 
 def renew_linear(root: nn.Module, name: str) -> CompressedLinear:
-    """Replace the linear `name` of `root` by one of the same shape without weights or mask; its bias stays."""
-    old = CompressedLinear.of(root.get_submodule(name))
-    new = CompressedLinear(torch.empty(old.shape, device="meta"), old.bias, old.transposed)
+    """Replace the linear `name` of `root` by one of the same shape without weights and mask; its bias is preserved."""
+    original = CompressedLinear.of(root.get_submodule(name))
+    compressed = CompressedLinear(torch.empty(original.shape, device="meta"), original.bias, original.transposed)
     parent, _, leaf = name.rpartition(".")
-    setattr(root.get_submodule(parent), leaf, new)
-    return new
+    setattr(root.get_submodule(parent), leaf, compressed)
+    return compressed

@@ -1,4 +1,4 @@
-"""Layers that multiply one and the same input, such as those of queries, keys and values, computed in one call."""
+"""Layers with the same input, such as the query, key and value projections, computed in one call."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from torch import Tensor
 from compress.kernels import dispatch
 
 
-class Layer(Protocol):
-    """The interface of a layer (`model.linear.CompressedLinear`) that is used here."""
+class JointLayer(Protocol):
+    """The interface of a layer (`layers.linear.CompressedLinear`) that is used here."""
 
     @property
     def joint_call(self) -> tuple[dispatch.Part, Any, Tensor | None] | None:
-        """Part, rounding of inputs and bias of a layer that is nothing else; None for other layers."""
+        """Part, activation quantizer and bias, if the layer has one part and no other transforms; else None."""
         ...
 
 
 class SharedInput:
-    """The layers of a module. Those that were called with the same tensor are computed in one call from then on.
+    """Compute layers of a module that are called with the same tensor in one kernel call.
 
-    Which ones share an input is seen while the model runs, so it holds for any architecture. The first of them computes
-    all, and the others take their outputs if they get the same tensor, unchanged. If one does not, the set is given up.
-    The inputs are prepared once, and the threads of a kernel are woken up once.
+    The layers that share an input are discovered while the model runs, so this works for any architecture. The first
+    layer
+    of a set computes the outputs of all. The others return their outputs if they are called with the same, unchanged
+    tensor; otherwise the set is dissolved. The inputs are prepared once, and the threads of a kernel are woken once.
     """
 
     def __init__(self) -> None:
-        self._sets: dict[Layer, list[Layer]] = {}  # by the first; one member: it is computed alone
-        self._seen: dict[Layer, tuple[weakref.ref[Tensor], int]] = {}  # the first input of each layer, with its version
-        self._ready: dict[Layer, tuple[Tensor, int, dict[Layer, Tensor]]] = {}  # outputs to take, by the first layer
+        self._sets: dict[JointLayer, list[JointLayer]] = {}  # by first layer; a set of one layer is not shared
+        self._first_inputs: dict[JointLayer, tuple[weakref.ref[Tensor], int]] = {}  # with the version of the tensor
+        self._ready: dict[
+            JointLayer, tuple[Tensor, int, dict[JointLayer, Tensor]]
+        ] = {}  # pending outputs by first layer
 
-    def output(self, layer: Layer, x: Tensor) -> Tensor | None:
-        """The output of a layer if it is computed together with others, else None."""
+    def output(self, layer: JointLayer, x: Tensor) -> Tensor | None:
+        """Return the output of a layer that shares its input with others; None for a layer that is computed alone."""
         if x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):
-            return None  # inference tensors do not tell whether they were changed
+            return None  # inference tensors have no version counter
         version = x._version
-        for first, (known, at, outputs) in self._ready.items():
-            if known is x and at == version and layer in outputs:
-                found = outputs.pop(layer)
+        for leader, (shared_x, shared_version, outputs) in self._ready.items():
+            if shared_x is x and shared_version == version and layer in outputs:
+                layer_output = outputs.pop(layer)
                 if not outputs:
-                    del self._ready[first]
-                return found
+                    del self._ready[leader]
+                return layer_output
         members = self._sets.get(layer)
         if members is None:
             self._learn(layer, x, version)
             return None
-        if self._ready.pop(layer, None) is not None:  # outputs that nobody took
+        if self._ready.pop(layer, None) is not None:  # the other layers did not use their outputs
             self._sets[layer] = [layer]
             return None
         computed = _outputs(members, x) if len(members) > 1 else None
@@ -58,31 +61,31 @@ class SharedInput:
         self._ready[layer] = x, version, dict(zip(members[1:], computed[1:], strict=True))
         return computed[0]
 
-    def _learn(self, layer: Layer, x: Tensor, version: int) -> None:
-        """Note the input of a layer, or add the layer to those that had the same one before it."""
-        for other, (known, at) in self._seen.items():
-            if known() is x and at == version and other is not layer:
-                members = self._sets.setdefault(other, [other])
+    def _learn(self, layer: JointLayer, x: Tensor, version: int) -> None:
+        """Record the input of a layer, or add the layer to the set of an earlier layer with the same input."""
+        for leader, (x_reference, x_version) in self._first_inputs.items():
+            if x_reference() is x and x_version == version and leader is not layer:
+                members = self._sets.setdefault(leader, [leader])
                 if layer not in members and len(members) < dispatch.MAX_JOINT:
                     members.append(layer)
                 return
-        if layer in self._seen:
-            self._sets[layer] = [layer]  # nobody had its input
+        if layer in self._first_inputs:
+            self._sets[layer] = [layer]  # no other layer had the same input
         else:
-            self._seen[layer] = weakref.ref(x), version
+            self._first_inputs[layer] = weakref.ref(x), version
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies learn anew."""
-        return {"_sets": {}, "_seen": {}, "_ready": {}}
+        """Exclude the sets; a copy discovers its own."""
+        return {"_sets": {}, "_first_inputs": {}, "_ready": {}}
 
 
-def _outputs(layers: Sequence[Layer], x: Tensor) -> list[Tensor] | None:
-    """The outputs of layers that a kernel computes in one call; None if none does."""
+def _outputs(layers: Sequence[JointLayer], x: Tensor) -> list[Tensor] | None:
+    """Compute the outputs of several layers in one kernel call; None if no kernel supports the call."""
     calls = [layer.joint_call for layer in layers]
     if any(call is None for call in calls):
         return None
-    parts, roundings, biases = zip(*calls, strict=True)  # type: ignore[arg-type]
-    first = roundings[0]
-    if any((r is None) != (first is None) or not (r is None or first.computes_like(r)) for r in roundings):
+    parts, quantizers, biases = zip(*calls, strict=True)  # type: ignore[arg-type]
+    quantizer = quantizers[0]
+    if any((r is None) != (quantizer is None) or not (r is None or quantizer.computes_like(r)) for r in quantizers):
         return None
-    return dispatch.linears(x, parts, first, biases)
+    return dispatch.linears(x, parts, quantizer, biases)

@@ -38,7 +38,7 @@ from compress.checkpoint.formats.layouts.integer_groups import (
 from compress.checkpoint.formats.layouts.layout import codes_of, columns_of_group
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
-from compress.layers.scheme import LayerScheme, codes_alone
+from compress.layers.scheme import LayerScheme, only_codes
 from compress.models.caches.scheme import CacheScheme
 from compress.numerics.quant.bits import pack, unpack
 from compress.numerics.quant.codes import groups_in
@@ -96,7 +96,7 @@ class AWQ(Format):
         return scheme if codes is None else scheme.with_parts(replace(adapted_codes(codes), symmetric=False))
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
-        codes = codes_alone([part])
+        codes = only_codes([part])
         if codes is None:
             return part
         codes = adapted_part(codes)
@@ -121,7 +121,7 @@ class AWQ(Format):
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        part = codes_alone(parts)
+        part = only_codes(parts)
         assert part is not None, "refuses was not asked"
         return {
             "qweight": _pack(unpack(part.words, BITS, part.shape[1]).T),

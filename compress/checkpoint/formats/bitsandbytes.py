@@ -35,7 +35,7 @@ from compress.checkpoint.formats.base import Format, refuses_embeddings
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
-from compress.layers.scheme import LayerScheme, codes_alone
+from compress.layers.scheme import LayerScheme, only_codes
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.models.caches.scheme import CacheScheme
 from compress.numerics.division import divided
@@ -135,7 +135,7 @@ class BitsAndBytes(Format):
         return scheme if codes is None else scheme.with_parts(_adapted(codes))
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
-        codes = codes_alone([part])
+        codes = only_codes([part])
         if codes is None or codes.grid is not INT8:
             return part
         scale = divided(codes.scale.float().mul(HIGHEST), HIGHEST)  # the scale that a reader gets from SCB
@@ -167,7 +167,7 @@ class BitsAndBytes(Format):
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        part = codes_alone(parts)
+        part = only_codes(parts)
         assert part is not None, "refuses was not asked"
         if part.grid is INT8:
             scale = part.scale.float().reshape(-1).mul(HIGHEST)

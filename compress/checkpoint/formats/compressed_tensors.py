@@ -35,7 +35,7 @@ from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQu
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
-from compress.layers.scheme import LayerScheme, codes_alone, rounding_among
+from compress.layers.scheme import LayerScheme, only_codes, find_rounding
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.models.caches.scheme import CacheScheme
 from compress.numerics.quant.grids import GRIDS, IntGrid
@@ -115,7 +115,7 @@ class CompressedTensors(Format):
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
         layout = layout_of(LayerScheme(part.shape, (part.scheme,)))
-        codes = codes_alone([part])
+        codes = only_codes([part])
         return part if layout is None or codes is None else layout.adapt_part(codes)
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
@@ -129,7 +129,7 @@ class CompressedTensors(Format):
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        codes, rounding = codes_alone(parts), rounding_among(transforms)
+        codes, rounding = only_codes(parts), find_rounding(transforms)
         assert codes is not None, "refuses was not asked"
         scale = None if rounding is None else rounding.scale
         return self._layout(scheme).encode(codes) | ({} if scale is None else {INPUT_SCALE: scale})

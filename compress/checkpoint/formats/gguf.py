@@ -43,7 +43,7 @@ from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabu
 from compress.errors import did_you_mean
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
-from compress.layers.scheme import LayerScheme, codes_alone
+from compress.layers.scheme import LayerScheme, only_codes
 from compress.models.caches.scheme import CacheScheme
 
 STORED = f"weight{BLOCKS}"
@@ -111,7 +111,7 @@ class GGUF(Format):
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        codes, block = codes_alone(parts), block_of(scheme)
+        codes, block = only_codes(parts), block_of(scheme)
         assert codes is not None and block is not None, "refuses was not asked"
         return {STORED: block.encode(codes)}
 

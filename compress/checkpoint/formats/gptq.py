@@ -45,7 +45,7 @@ from compress.checkpoint.formats.layouts.integer_groups import (
 from compress.checkpoint.formats.layouts.layout import codes_of, columns_of_group
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
-from compress.layers.scheme import LayerScheme, codes_alone
+from compress.layers.scheme import LayerScheme, only_codes
 from compress.models.caches.scheme import CacheScheme
 from compress.numerics.quant.bits import pack, packed_width, unpack, whole_words
 from compress.numerics.quant.codes import groups_in
@@ -104,7 +104,7 @@ class GPTQ(Format):
         return scheme if scheme.codes is None else scheme.with_parts(adapted_codes(scheme.codes))
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
-        codes = codes_alone([part])
+        codes = only_codes([part])
         return part if codes is None else adapted_part(codes)
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
@@ -124,7 +124,7 @@ class GPTQ(Format):
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        part = codes_alone(parts)
+        part = only_codes(parts)
         assert part is not None, "refuses was not asked"
         bits, offset = part.grid.bits, int(part.zero is None) if self.offset is None else self.offset
         zeros = (unsigned_zeros(part) - offset) & (2**bits - 1)

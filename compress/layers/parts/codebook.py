@@ -1,7 +1,7 @@
-"""Weights that are looked up: runs of weights of a row are sums of entries of codebooks.
+"""Weights in codebooks: each run of weights of a row is a sum of codebook entries.
 
-codes   int32 [out, words]                   the indices of each row, bit-packed: by run, then by book
-books   float [tables, count, 2^bits, length]   one table of books for all rows, or one per row
+codes   int32 [out, words]                   the indices of each row, bit-packed: by run, then by codebook
+books   float [tables, count, 2^bits, length]   one table of codebooks for all rows, or one per row
 scale   float [out]                          a factor per row, only if `scaled`
 """
 
@@ -23,9 +23,14 @@ WIDEST = 8  # bits of an index
 
 @dataclass(frozen=True)
 class CodebookScheme(PartScheme):
-    """Indices of `bits` bits. length: weights of a run. count: books whose entries are summed.
+    """Codebook indices of `bits` bits.
 
-    per: 'tensor': the layer has one table of books; 'channel': each row has its own.
+    Attributes:
+        bits: bits of an index.
+        length: weights of a run.
+        count: codebooks whose entries are summed.
+        per: 'tensor' for one table of codebooks, 'channel' for a table per row.
+        scaled: whether every row has a scale.
     """
 
     kind: ClassVar[str] = "codebook"
@@ -48,7 +53,7 @@ class CodebookScheme(PartScheme):
 
     @property
     def free_scales(self) -> bool:
-        return self.count == 1  # the entries: a factor of each is a factor of its weights
+        return self.count == 1  # a factor of an entry is a factor of its weights
 
     def check(self) -> None:
         super().check()
@@ -61,19 +66,19 @@ class CodebookScheme(PartScheme):
             return f"runs of {self.length} weights do not divide its {width} inputs; leave the layer out (ignore)"
         entries, runs = 2**self.bits, width // self.length * (rows if self.per == "tensor" else 1)
         if entries > runs:
-            what = "weights" if self.length == 1 else f"runs of {self.length} weights"
-            return f"a codebook of {entries} entries is larger than its {runs} {what}; use fewer bits, or ignore it"
+            unit = "weights" if self.length == 1 else f"runs of {self.length} weights"
+            return f"a codebook of {entries} entries is larger than its {runs} {unit}; use fewer bits, or ignore it"
         return None
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         rows, width = shape
         words = packed_width(width // self.length * self.count, self.bits)
         tables = rows if self.per == "channel" else 1
-        found = {
+        specs = {
             "codes": TensorSpec((rows, words), torch.int32),
             "books": TensorSpec((tables, self.count, 2**self.bits, self.length)),
         }
-        return found | ({"scale": TensorSpec((rows,))} if self.scaled else {})
+        return specs | ({"scale": TensorSpec((rows,))} if self.scaled else {})
 
 
 class CodebookPart(WeightPart):
@@ -94,13 +99,19 @@ class CodebookPart(WeightPart):
         books: Float[Tensor, "tables count entries length"],
         scale: Float[Tensor, " out"] | None = None,
     ) -> Self:
-        """Pack indices. One table of books is for all rows."""
+        """Pack indices.
+
+        Args:
+            indices: index of each run in each codebook.
+            books: codebooks; one table is for all rows.
+            scale: factor of each row, or None.
+        """
         tables, count, entries, length = books.shape
         rows, runs, _ = indices.shape
         per = "channel" if tables == rows and rows > 1 else "tensor"
         scheme = CodebookScheme(entries.bit_length() - 1, length, count, per, scale is not None)
-        held = {"words": pack(indices.reshape(rows, runs * count), scheme.bits), "books": books, "scale": scale}
-        return cls(scheme, (rows, runs * length), held)
+        tensors = {"words": pack(indices.reshape(rows, runs * count), scheme.bits), "books": books, "scale": scale}
+        return cls(scheme, (rows, runs * length), tensors)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,22 +119,28 @@ class CodebookPart(WeightPart):
 
     @property
     def indices(self) -> Int[Tensor, "out runs count"]:
-        """The indices as whole numbers."""
+        """The unpacked indices."""
         return self._indices(self.words)
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        return self._looked_up(self.words, slice(None), dtype)
+        return self._dequantized_rows(self.words, slice(None), dtype)
 
     def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
-        return self._looked_up(self.words[ids], ids, dtype)
+        return self._dequantized_rows(self.words[ids], ids, dtype)
 
-    def _looked_up(self, words: Tensor, rows: Any, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
-        """Some rows of the weight. words: of these rows."""
-        found = self._entries(words, rows, self.books.to(dtype))
-        return found if self.scale is None else found * self.scale[rows].to(dtype)[:, None]
+    def _dequantized_rows(self, words: Tensor, rows: Any, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
+        """Dequantize some rows.
+
+        Args:
+            words: packed indices of these rows.
+            rows: index of these rows.
+            dtype: dtype of the result.
+        """
+        weight_rows = self._entries(words, rows, self.books.to(dtype))
+        return weight_rows if self.scale is None else weight_rows * self.scale[rows].to(dtype)[:, None]
 
     def _entries(self, words: Tensor, rows: Any, books: Tensor) -> Float[Tensor, "rows in"]:
-        """The sums of entries of some rows, of any books."""
+        """Sum the entries of some rows in the given codebooks."""
         indices = self._indices(words).long()
         if self.scheme.per == "channel":
             flat = books[rows].transpose(1, 2).flatten(2)  # [rows, entries, count * length]
@@ -148,7 +165,7 @@ class CodebookPart(WeightPart):
             self.scheme, self.shape, {"words": self.words, "books": self.books.to(dtype), "scale": scale}
         )
 
-    # Training: the entries of a single book are trained as scales are, by a factor of each
+    # Training: the entries of a single codebook are trained like scales, by a factor per entry
 
     @property
     def free_scale(self) -> Float[Tensor, "tables 1 entries length"] | None:
@@ -165,8 +182,8 @@ class CodebookPart(WeightPart):
         codes = self.indices[:, :, 0].long()
         if tables > 1:
             codes = codes + entries * torch.arange(tables, device=codes.device)[:, None]
-        found = values.new_zeros(tables * entries, length)
-        return found.index_add_(0, codes.flatten(), values.reshape(-1, length)).view(tables, 1, entries, length)
+        sums = values.new_zeros(tables * entries, length)
+        return sums.index_add_(0, codes.flatten(), values.reshape(-1, length)).view(tables, 1, entries, length)
 
     def validate(self, prefix: str) -> None:
         for name, tensor in (("books", self.books), ("scale", self.scale)):

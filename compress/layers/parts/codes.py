@@ -33,9 +33,13 @@ from compress.numerics.sparse.positions import PART, PackedMask, Value
 class CodesScheme(PartScheme):
     """Codes of a grid with a scale per group of columns.
 
-    group_size: columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix. indexed: groups are not
-    contiguous, and a group index per column is stored. float_zeros: zero points are floats. rows: consecutive rows
-    whose scales are equal (blocks of rows x group_size weights, or whole rows).
+    Attributes:
+        grid: number grid of the codes.
+        group_size: columns that share a scale, 'channel' (a whole row) or 'tensor' (the whole matrix).
+        symmetric: whether there are no zero points.
+        indexed: whether groups are not contiguous; a group index per column is stored.
+        float_zeros: whether zero points are floats.
+        rows: consecutive rows with equal scales (blocks of rows x group_size weights, or whole rows).
     """
 
     kind: ClassVar[str] = "codes"
@@ -50,7 +54,7 @@ class CodesScheme(PartScheme):
 
     @classmethod
     def of(cls, codes: Codes) -> Self:
-        """The scheme of codes."""
+        """Return the scheme of codes."""
         return cls(
             codes.grid,
             codes.group_size,
@@ -76,19 +80,19 @@ class CodesScheme(PartScheme):
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         rows, width = shape
-        *lines, count = lattice or shape
-        scaling, lines_of_scales = self.grid.scaling, 1 if self.group_size == "tensor" else rows
+        *leading, count = lattice or shape
+        scaling, scale_rows = self.grid.scaling, 1 if self.group_size == "tensor" else rows
         groups = groups_in(width, self.group_size)
-        scales = lines_of_scales, scaling.stored_width(groups)
-        shared = scaling.shared_count(lines_of_scales, groups)
-        there = {
-            "packed": TensorSpec((*lines, packed_width(count, self.grid.bits)), torch.int32),
+        scales = scale_rows, scaling.stored_width(groups)
+        shared = scaling.shared_count(scale_rows, groups)
+        specs = {
+            "packed": TensorSpec((*leading, packed_width(count, self.grid.bits)), torch.int32),
             "scale": TensorSpec(scales, scaling.stored),
             "zero_point": None if self.symmetric else TensorSpec(scales, self._zero_dtype),
             "g_idx": TensorSpec((width,), torch.int32) if self.indexed else None,
             "scale_shared": TensorSpec((shared,), scaling.shared_dtype) if shared else None,
         }
-        return {name: spec for name, spec in there.items() if spec is not None}
+        return {name: spec for name, spec in specs.items() if spec is not None}
 
     @property
     def _zero_dtype(self) -> torch.dtype | None:
@@ -130,9 +134,13 @@ class CodesScheme(PartScheme):
 class CodesPart(WeightPart):
     """Packed codes with their scales.
 
-    words: packed codes. scale: as stored (floats, or bytes for grids with byte scales). zero, group_index, shared: None
-    if the scheme has none. lattice: the shape of the codes before packing: (out, in), or the shape of the kept weights
-    if only these have codes (`SparseLayout.values`).
+    Attributes:
+        words: packed codes.
+        scale: scales as stored: floats, or integers for grids that pack their scales.
+        zero: zero points as stored, or None.
+        group_index: group of each column, or None for contiguous groups.
+        shared: parameters shared by all scales, or None.
+        lattice: shape of the unpacked codes: (out, in), or `SparseLayout.values` of packed sparse weights.
     """
 
     kind: ClassVar[str] = "codes"
@@ -163,7 +171,7 @@ class CodesPart(WeightPart):
 
     @classmethod
     def of(cls, codes: Codes) -> Self:
-        """Pack codes; exact in both directions."""
+        """Pack codes without loss."""
         grid = codes.grid
         words = pack(codes.codes.to(torch.int16) - grid.lowest_stored, grid.bits)
         zero = codes.zero
@@ -182,9 +190,9 @@ class CodesPart(WeightPart):
             )
 
     def changed(self, scheme: CodesScheme | None = None, **tensors: Any) -> CodesPart:
-        """The same part with some tensors replaced."""
-        held = {name: getattr(self, name) for name in self.names}
-        return CodesPart(scheme or self.scheme, self.shape, {**held, **tensors}, self.lattice)
+        """Return the part with some tensors replaced."""
+        buffers = {name: getattr(self, name) for name in self.names}
+        return CodesPart(scheme or self.scheme, self.shape, {**buffers, **tensors}, self.lattice)
 
     @property
     def grid(self) -> Grid:
@@ -201,11 +209,11 @@ class CodesPart(WeightPart):
         return self.scale.dtype if self.grid.scaling.stored is None else torch.float32
 
     def scales(self) -> Float[Tensor, "out groups"]:
-        """The decoded scales."""
+        """Decode the scales."""
         return self.grid.scaling.decode(self.scale, self.shared)
 
     def zeros(self) -> Tensor | None:
-        """The decoded zero points or minima."""
+        """Decode the zero points or minima."""
         if self.zero is None or self.scheme.float_zeros:
             return self.zero
         return self.grid.decode_zero(self.zero, self.shared)
@@ -230,8 +238,8 @@ class CodesPart(WeightPart):
         )
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        everything = slice(None)
-        return self.dequantized(unpack(self.words, self.grid.bits, self.shape[1]), everything, dtype)
+        all_rows = slice(None)
+        return self.dequantized(unpack(self.words, self.grid.bits, self.shape[1]), all_rows, dtype)
 
     def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         return self.dequantized(unpack(self.words[ids], self.grid.bits, self.shape[1]), ids, dtype)
@@ -239,11 +247,17 @@ class CodesPart(WeightPart):
     def dequantized(
         self, codes: Int[Tensor, "rows in"], rows: slice | Tensor, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
-        """The weights of some rows (a range, or their numbers) from their unsigned codes: (code - zero) * scale."""
+        """Dequantize unsigned codes of some rows: (code - zero) * scale.
+
+        Args:
+            codes: unsigned codes of these rows.
+            rows: range or indices of the rows.
+            dtype: dtype of the result.
+        """
         scale = self.scales().to(self.grid.computes_in(dtype))
-        part = slice(None) if scale.shape[0] == 1 else rows
+        scale_rows = slice(None) if scale.shape[0] == 1 else rows
         zero = self.zeros()
-        scale, zero = scale[part], None if zero is None else zero[part]
+        scale, zero = scale[scale_rows], None if zero is None else zero[scale_rows]
         height, width = codes.shape
         if not isinstance(self.grid, IntGrid):
             scale = spread(scale, width, self.group_size, self.group_index)
@@ -274,28 +288,33 @@ class CodesPart(WeightPart):
     def vanished(self, weight: Float[Tensor, "out in"]) -> int:
         return vanished(weight, self.codes())
 
-    # Kept weights
+    # Packed sparse weights
 
-    def gathered(self, kept: PackedMask) -> WeightPart:
-        codes = kept.gather(unpack(self.words, self.grid.bits, self.shape[1]))
+    def gathered(self, positions: PackedMask) -> WeightPart:
+        codes = positions.gather(unpack(self.words, self.grid.bits, self.shape[1]))
         steps = [pack(part, self.grid.bits) for part in codes.split(PART, dim=-1)]
-        held = {name: getattr(self, name) for name in self.names} | {"words": torch.cat(steps, dim=-1)}
-        return CodesPart(self.scheme, self.shape, held, tuple(codes.shape))
+        buffers = {name: getattr(self, name) for name in self.names} | {"words": torch.cat(steps, dim=-1)}
+        return CodesPart(self.scheme, self.shape, buffers, tuple(codes.shape))
 
     def kept_rows(
-        self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
+        self, rows: slice, mask: Bool[Tensor, "rows in"], value_range: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
         codes = torch.zeros(mask.shape, dtype=torch.uint8, device=mask.device)
-        codes.masked_scatter_(mask, self.kept_codes(rows, where))
+        codes.masked_scatter_(mask, self.kept_codes(rows, value_range))
         return self.dequantized(codes, rows, dtype).masked_fill_(~mask, 0)
 
-    def kept_codes(self, rows: slice, where: slice) -> Int[Tensor, " kept"]:
-        """Unsigned codes of some rows. where: range of their kept weights among those of all rows."""
+    def kept_codes(self, rows: slice, value_range: slice) -> Int[Tensor, " kept"]:
+        """Unpack the unsigned codes of some rows of packed sparse weights.
+
+        Args:
+            rows: range of rows.
+            value_range: range of their weights among the stored weights of all rows.
+        """
         if self.words.ndim == 2:
             return unpack(self.words[rows], self.grid.bits, self.lattice[1]).flatten()
-        first = where.start // 32 * 32  # 32 codes fill whole words
-        words = self.words[first // 32 * self.grid.bits : packed_width(where.stop, self.grid.bits)]
-        return unpack(words, self.grid.bits, where.stop - first)[where.start - first :]
+        word_start = value_range.start // 32 * 32  # 32 codes fill whole words
+        words = self.words[word_start // 32 * self.grid.bits : packed_width(value_range.stop, self.grid.bits)]
+        return unpack(words, self.grid.bits, value_range.stop - word_start)[value_range.start - word_start :]
 
     # Training
 

@@ -20,7 +20,11 @@ from compress.numerics.sparse.positions import PackedMask, Value
 
 @dataclass(frozen=True)
 class DenseScheme(PartScheme):
-    """A matrix of floats. dtype: its stored dtype by name ('float16'); None: the storage dtype of the run."""
+    """A matrix of floats.
+
+    Attributes:
+        dtype: stored dtype by name ('float16'); None for the storage dtype of the run.
+    """
 
     kind: ClassVar[str] = "dense"
     readers: ClassVar[Mapping[str, Any]] = {"dtype": read_dtype}
@@ -39,7 +43,7 @@ class DenseScheme(PartScheme):
 
 
 class DensePart(WeightPart):
-    """A matrix of floats, or the kept weights of one."""
+    """A matrix of floats, or the packed sparse weights of one."""
 
     kind: ClassVar[str] = "dense"
     scheme: DenseScheme
@@ -49,9 +53,14 @@ class DensePart(WeightPart):
 
     @classmethod
     def of(cls, weight: Float[Tensor, "out in"], dtype: str | None = None) -> Self:
-        """Hold a weight, cast to `dtype`. Without a dtype the tensor is shared, not copied."""
-        held = weight if dtype is None else weight.to(DTYPES[dtype])
-        return cls(DenseScheme(dtype), (weight.shape[0], weight.shape[1]), {"weight": held})
+        """Wrap a weight.
+
+        Args:
+            weight: the weight; it is shared, not copied, if `dtype` is None.
+            dtype: dtype to which the weight is cast, by name.
+        """
+        stored_weight = weight if dtype is None else weight.to(DTYPES[dtype])
+        return cls(DenseScheme(dtype), (weight.shape[0], weight.shape[1]), {"weight": stored_weight})
 
     @property
     def casts(self) -> bool:
@@ -68,17 +77,17 @@ class DensePart(WeightPart):
         return self.weight[ids].to(dtype)
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
-        parts = in_slices(self.weight)
-        if self.weight.dtype == x.dtype or len(parts) == 1:
+        row_slices = in_slices(self.weight)
+        if self.weight.dtype == x.dtype or len(row_slices) == 1:
             return linear(x, self.weight.to(x.dtype), bias)
-        # Some rows are cast at a time: a copy of a whole head would be the largest tensor of a run. Outputs that stay
-        # between the casts would keep the allocator from using their memory again.
-        found, start = x.new_empty(*x.shape[:-1], len(self.weight)), 0
-        for part in parts:
-            rows = slice(start, start + len(part))
-            found[..., rows] = linear(x, part.to(x.dtype), None if bias is None else bias[rows])
+        # Cast a slice of rows at a time: a copy of a whole LM head would be the largest tensor of a run. A list of the
+        # outputs between the casts would fragment the memory of the allocator.
+        output, start = x.new_empty(*x.shape[:-1], len(self.weight)), 0
+        for row_slice in row_slices:
+            rows = slice(start, start + len(row_slice))
+            output[..., rows] = linear(x, row_slice.to(x.dtype), None if bias is None else bias[rows])
             start = rows.stop
-        return found
+        return output
 
     def round_to(self, dtype: torch.dtype) -> None:
         self.weight.data = rounded(self.weight.data, dtype)
@@ -88,11 +97,11 @@ class DensePart(WeightPart):
             return self
         return DensePart(self.scheme, self.shape, {"weight": self.weight.to(dtype)})
 
-    def gathered(self, kept: PackedMask) -> WeightPart:
-        return DensePart(self.scheme, self.shape, {"weight": kept.gather(self.weight)})
+    def gathered(self, positions: PackedMask) -> WeightPart:
+        return DensePart(self.scheme, self.shape, {"weight": positions.gather(self.weight)})
 
     def kept_rows(
-        self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
+        self, rows: slice, mask: Bool[Tensor, "rows in"], value_range: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
-        found = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-        return found.masked_scatter_(mask, self.weight.flatten()[where].to(dtype))
+        weight_rows = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return weight_rows.masked_scatter_(mask, self.weight.flatten()[value_range].to(dtype))

@@ -1,4 +1,4 @@
-"""Runs of eight weights as points of a lattice, with a scale per row; rows may be rotated (`scaled_rows`).
+"""Runs of eight weights as lattice points, with a scale per row; rows may be rotated (`scaled_rows`).
 
 codes    uint8 [out, in / 8 * bytes]   the bytes of each run (`numerics.quant.lattice`)
 scale    float [out]                   a factor per row of the points
@@ -24,7 +24,12 @@ from compress.numerics.quant.lattice import LENGTH, STAGES, count_bytes, decode
 
 @dataclass(frozen=True)
 class LatticeScheme(ScaledRowsScheme):
-    """Points of `bits` bits per weight. rotated: rows of a Hadamard matrix; None: rows are not rotated."""
+    """Lattice points of `bits` bits per weight.
+
+    Attributes:
+        bits: bits per weight.
+        rotated: order of the Hadamard matrix that rotates the rows; None for rows that are not rotated.
+    """
 
     kind: ClassVar[str] = "lattice"
 
@@ -53,7 +58,7 @@ class LatticeScheme(ScaledRowsScheme):
 
 
 class LatticePart(ScaledRowsPart):
-    """Points of a lattice."""
+    """Codes of lattice points."""
 
     kind: ClassVar[str] = "lattice"
     names: ClassVar[Mapping[str, str]] = {"codes": "codes", "scale": "scale", "signs": "signs"}
@@ -70,13 +75,21 @@ class LatticePart(ScaledRowsPart):
         rotated: int | None = None,
         seed: int = 0,
     ) -> Self:
-        """Hold codes. rotated: as of the scheme; the signs of the rows are drawn from the seed."""
+        """Create the part from codes.
+
+        Args:
+            codes: bytes of each run.
+            scale: factor of each row.
+            bits: bits per weight.
+            rotated: order of the Hadamard matrix that rotates the rows, or None.
+            seed: seed of the signs of rotated rows.
+        """
         rows, runs, _ = codes.shape
         signs = None if rotated is None else signs_of(rows, seed).to(codes.device)
-        held = {"codes": codes.flatten(1), "scale": scale, "signs": signs}
-        return cls(LatticeScheme(bits, rotated), (rows, runs * LENGTH), held)
+        tensors = {"codes": codes.flatten(1), "scale": scale, "signs": signs}
+        return cls(LatticeScheme(bits, rotated), (rows, runs * LENGTH), tensors)
 
     def decoded(self, ids: Int[Tensor, " n"] | None = None) -> Float[Tensor, "rows in"]:
         codes = self.codes if ids is None else self.codes[ids]
-        found = decode(codes.reshape(-1, count_bytes(self.scheme.bits)), self.scheme.bits)
-        return found.view(len(codes), self.shape[1])
+        values = decode(codes.reshape(-1, count_bytes(self.scheme.bits)), self.scheme.bits)
+        return values.view(len(codes), self.shape[1])

@@ -1,7 +1,7 @@
 """A low-rank product of two matrices, W = B A.
 
-b_<name>   B [out, rank], a part such as floats (`weights.dense`) or codes (`weights.codes`)
-a_<name>   A [rank, in], a part likewise
+b_<name>   B [out, rank], a part such as floats (`parts.dense`) or codes (`parts.codes`)
+a_<name>   A [rank, in], such a part, too
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ A, B = "a", "b"
 
 @dataclass(frozen=True)
 class LowRankScheme(PartScheme):
-    """A product of rank `rank`. a, b: the schemes of its two matrices."""
+    """A product of two matrices.
+
+    Attributes:
+        rank: inner dimension of the product.
+        a: scheme of A [rank, in].
+        b: scheme of B [out, rank].
+    """
 
     kind: ClassVar[str] = "low_rank"
     readers: ClassVar[Mapping[str, Any]] = {"a": read_scheme, "b": read_scheme}
@@ -48,11 +54,16 @@ class LowRankScheme(PartScheme):
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         rows, width = shape
         pairs = ((A, self.a, (self.rank, width)), (B, self.b, (rows, self.rank)))
-        return {stored_name(key, n): spec for key, own, size in pairs for n, spec in own.tensors(size).items()}
+        return {stored_name(key, n): spec for key, factor, size in pairs for n, spec in factor.tensors(size).items()}
 
 
 class LowRankPart(WeightPart):
-    """The product B A. a: a part [rank, in]. b: a part [out, rank]."""
+    """The product B A.
+
+    Attributes:
+        a: part [rank, in].
+        b: part [out, rank].
+    """
 
     kind: ClassVar[str] = "low_rank"
 
@@ -64,15 +75,16 @@ class LowRankPart(WeightPart):
 
     @classmethod
     def of(cls, a: WeightPart, b: WeightPart) -> Self:
-        """The product of two parts."""
+        """Multiply two parts."""
         return cls(LowRankScheme(a.shape[0], a.scheme, b.scheme), (b.shape[0], a.shape[1]), a, b)
 
     @classmethod
     def read(cls, scheme: LowRankScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
         sizes = {A: (scheme.rank, shape[1]), B: (shape[0], scheme.rank)}
-        own = {A: scheme.a, B: scheme.b}
+        factors = {A: scheme.a, B: scheme.b}
         parts = {
-            key: COMPONENTS[own[key].kind].read(own[key], sizes[key], tensors, stored_name(prefix, key)) for key in own
+            key: COMPONENTS[factors[key].kind].read(factors[key], sizes[key], tensors, stored_name(prefix, key))
+            for key in factors
         }
         return cls(scheme, shape, parts[A], parts[B])  # type: ignore[arg-type]
 

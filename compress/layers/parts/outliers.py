@@ -23,7 +23,13 @@ from compress.numerics.dtypes import DTYPES
 
 @dataclass(frozen=True)
 class OutliersScheme(PartScheme):
-    """`count` columns, or `count` single weights. dtype: of the values, by name; None: the storage dtype."""
+    """Outlier columns, or single outlier weights.
+
+    Attributes:
+        count: number of columns or weights.
+        by: 'column' for columns, 'position' for single weights.
+        dtype: dtype of the values by name; None for the storage dtype of the run.
+    """
 
     kind: ClassVar[str] = "outliers"
     readers: ClassVar[Mapping[str, Any]] = {"dtype": read_dtype}
@@ -37,22 +43,28 @@ class OutliersScheme(PartScheme):
         return f"{self.count} outlier {'columns' if self.by == 'column' else 'weights'}"
 
     def refuses(self, shape: tuple[int, int]) -> str | None:
-        most = shape[1] if self.by == "column" else shape[0] * shape[1]
-        if not 0 < self.count < most:
-            return f"{self.text} of {most} cannot be kept; change the budget, or leave the layer out (ignore)"
+        total = shape[1] if self.by == "column" else shape[0] * shape[1]
+        if not 0 < self.count < total:
+            return f"{self.text} of {total} cannot be kept; change the budget, or leave the layer out (ignore)"
         return None
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
-        own = None if self.dtype is None else DTYPES[self.dtype]
+        dtype = None if self.dtype is None else DTYPES[self.dtype]
         columns = TensorSpec((self.count,), torch.int32)
         if self.by == "column":
-            return {"columns": columns, "values": TensorSpec((shape[0], self.count), own)}
+            return {"columns": columns, "values": TensorSpec((shape[0], self.count), dtype)}
         rows = TensorSpec((shape[0] + 1,), torch.int32)
-        return {"columns": columns, "rows": rows, "values": TensorSpec((self.count,), own)}
+        return {"columns": columns, "rows": rows, "values": TensorSpec((self.count,), dtype)}
 
 
 class OutliersPart(WeightPart):
-    """A few weights as floats."""
+    """A few weights as floats; all others are zero.
+
+    Attributes:
+        columns: indices of the columns; by position, the column of every value.
+        rows: by position, the index of the first value of each row; None by column.
+        values: the weights.
+    """
 
     kind: ClassVar[str] = "outliers"
     names: ClassVar[Mapping[str, str]] = {"columns": "columns", "rows": "rows", "values": "values"}
@@ -66,39 +78,46 @@ class OutliersPart(WeightPart):
     def of_columns(
         cls, columns: Int[Tensor, " n"], values: Float[Tensor, "out n"], width: int, dtype: str | None = None
     ) -> Self:
-        """Hold whole columns. columns: ascending. width: number of columns of the layer."""
+        """Store whole columns.
+
+        Args:
+            columns: indices of the columns, ascending.
+            values: their weights.
+            width: number of columns of the layer.
+            dtype: dtype to which the values are cast, by name; None for no cast.
+        """
         scheme = OutliersScheme(len(columns), "column", dtype)
-        held = {"columns": columns.to(torch.int32), "values": values if dtype is None else values.to(DTYPES[dtype])}
-        return cls(scheme, (values.shape[0], width), held)
+        tensors = {"columns": columns.to(torch.int32), "values": values if dtype is None else values.to(DTYPES[dtype])}
+        return cls(scheme, (values.shape[0], width), tensors)
 
     @classmethod
     def of_positions(
-        cls, weight: Float[Tensor, "out in"], chosen: Bool[Tensor, "out in"], dtype: str | None = None
+        cls, weight: Float[Tensor, "out in"], outlier_mask: Bool[Tensor, "out in"], dtype: str | None = None
     ) -> Self:
-        """Hold the weights at which `chosen` is True."""
-        counts = chosen.sum(1)
+        """Store the weights at which `outlier_mask` is True."""
+        counts = outlier_mask.sum(1)
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-        values = weight[chosen]
-        held = {
-            "columns": chosen.nonzero()[:, 1].to(torch.int32),
+        values = weight[outlier_mask]
+        tensors = {
+            "columns": outlier_mask.nonzero()[:, 1].to(torch.int32),
             "rows": starts,
             "values": values if dtype is None else values.to(DTYPES[dtype]),
         }
-        return cls(OutliersScheme(len(values), "position", dtype), (weight.shape[0], weight.shape[1]), held)
+        return cls(OutliersScheme(len(values), "position", dtype), (weight.shape[0], weight.shape[1]), tensors)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        found = torch.zeros(self.shape, dtype=dtype, device=self.values.device)
+        weight = torch.zeros(self.shape, dtype=dtype, device=self.values.device)
         if self.rows is None:
-            found[:, self.columns.long()] = self.values.to(dtype)
-            return found
+            weight[:, self.columns.long()] = self.values.to(dtype)
+            return weight
         counts = self.rows.long().diff()
         row = torch.arange(self.shape[0], device=counts.device).repeat_interleave(counts)
-        found[row, self.columns.long()] = self.values.to(dtype)
-        return found
+        weight[row, self.columns.long()] = self.values.to(dtype)
+        return weight
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
         if self.rows is not None:
@@ -108,8 +127,8 @@ class OutliersPart(WeightPart):
     def in_storage(self, dtype: torch.dtype) -> OutliersPart:
         if self.scheme.dtype is not None:
             return self
-        held = {"columns": self.columns, "rows": self.rows, "values": self.values.to(dtype)}
-        return OutliersPart(self.scheme, self.shape, held)
+        tensors = {"columns": self.columns, "rows": self.rows, "values": self.values.to(dtype)}
+        return OutliersPart(self.scheme, self.shape, tensors)
 
     def validate(self, prefix: str) -> None:
         name, (height, width) = stored_name(prefix, "columns"), self.shape
@@ -118,15 +137,15 @@ class OutliersPart(WeightPart):
         rises = self.columns.diff() > 0
         if self.rows is not None:
             self._validate_rows(prefix, height)
-            ends = self.rows[1:-1].long()
-            rises[ends[(ends > 0) & (ends < len(self.columns))] - 1] = True  # a new row begins
+            row_ends = self.rows[1:-1].long()
+            rises[row_ends[(row_ends > 0) & (row_ends < len(self.columns))] - 1] = True  # a new row begins
         if not bool(rises.all()):
             raise ValueError(f"{name} is not ascending")
 
     def _validate_rows(self, prefix: str, height: int) -> None:
         assert self.rows is not None
-        first, last = int(self.rows[0]), int(self.rows[-1])
-        if first != 0 or last != len(self.columns) or bool((self.rows.diff() < 0).any()):
+        start, stop = int(self.rows[0]), int(self.rows[-1])
+        if start != 0 or stop != len(self.columns) or bool((self.rows.diff() < 0).any()):
             raise ValueError(
                 f"{stored_name(prefix, 'rows')} does not rise from 0 to {len(self.columns)} over {height} rows"
             )

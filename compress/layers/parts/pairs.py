@@ -1,4 +1,4 @@
-"""Outlier-victim pairs: 4-bit codes of which one of two neighbours may be an outlier, and the other one is zero.
+"""Outlier-victim pairs: 4-bit codes. One weight of each pair of neighbours may be an outlier; the other is then zero.
 
 packed   int32 [O, ceil(I*4/32)]   the codes of each row (`numerics.quant.pairs`), as a dense bit stream
 scale    float [O, G]              [1, 1] per tensor
@@ -23,7 +23,11 @@ from compress.numerics.quant.pairs import BITS, VICTIM, decode
 
 @dataclass(frozen=True)
 class PairsScheme(PartScheme):
-    """Pairs with a scale per group of columns. group_size: an even number, or 'channel', or 'tensor'."""
+    """Outlier-victim pairs with a scale per group of columns.
+
+    Attributes:
+        group_size: an even number of columns, 'channel' or 'tensor'.
+    """
 
     kind: ClassVar[str] = "pairs"
 
@@ -82,7 +86,7 @@ class PairsPart(WeightPart):
 
     @property
     def codes(self) -> Int[Tensor, "out in"]:
-        """The codes as whole numbers."""
+        """The unpacked codes."""
         return unpack(self.words, BITS, self.shape[1])
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:

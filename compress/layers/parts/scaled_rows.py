@@ -21,7 +21,11 @@ from compress.numerics.hadamard import exists, transformed
 
 
 class ScaledRowsScheme(PartScheme):
-    """rotated: rows of a Hadamard matrix; None: rows are not rotated."""
+    """The scheme of a part with a scale per row.
+
+    Attributes:
+        rotated: order of the Hadamard matrix that rotates the rows; None for rows that are not rotated.
+    """
 
     rotated: int | None
 
@@ -34,15 +38,15 @@ class ScaledRowsScheme(PartScheme):
         return self.rotated is None
 
     def refuses_rotation(self, rows: int) -> str | None:
-        """Why so many outputs cannot be rotated; None if they can, or are not."""
+        """Return why a layer with this number of outputs cannot be rotated; None if it can, or is not rotated."""
         if self.rotated is not None and (rows % self.rotated or not exists(self.rotated)):
             return f"a Hadamard matrix of order {self.rotated} does not fit its {rows} outputs; use rotate: inputs"
         return None
 
     def tensors_of_rows(self, rows: int) -> dict[str, TensorSpec]:
-        """The scales and the signs."""
-        found = {"scale": TensorSpec((rows,))}
-        return found if self.rotated is None else {**found, "signs": TensorSpec((rows,), torch.int8)}
+        """Return the specifications of the scales and the signs."""
+        specs = {"scale": TensorSpec((rows,))}
+        return specs if self.rotated is None else {**specs, "signs": TensorSpec((rows,), torch.int8)}
 
 
 class ScaledRowsPart(WeightPart):
@@ -54,15 +58,15 @@ class ScaledRowsPart(WeightPart):
 
     @abstractmethod
     def decoded(self, ids: Int[Tensor, " n"] | None = None) -> Float[Tensor, "rows in"]:
-        """The values of some rows, or of all, without their scales."""
+        """Decode the values of the rows `ids` (None: of all rows) without their scales."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.scale.dtype
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        found = self.decoded().to(dtype) * self.scale.to(dtype)[:, None]
-        return found if self.signs is None else rotated_back(found, self.signs, self.scheme.rotated)
+        weight = self.decoded().to(dtype) * self.scale.to(dtype)[:, None]
+        return weight if self.signs is None else rotated_back(weight, self.signs, self.scheme.rotated)
 
     def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         if self.signs is not None:
@@ -73,7 +77,7 @@ class ScaledRowsPart(WeightPart):
         return self._with(scale=self.scale.to(dtype))
 
     def _with(self, **changed: Tensor) -> Self:
-        """The part with other tensors, by their names as buffers."""
+        """Return the part with some buffers replaced."""
         return type(self)(self.scheme, self.shape, {name: getattr(self, name) for name in self.names} | changed)
 
     def validate(self, prefix: str) -> None:
@@ -97,12 +101,12 @@ class ScaledRowsPart(WeightPart):
 
 
 def rotated_rows(weight: Float[Tensor, "out in"], signs: Int[Tensor, " out"], order: int | None) -> Tensor:
-    """H^T diag(signs) W: the rows of a weight, rotated."""
+    """Rotate the rows of a weight: H^T diag(signs) W."""
     assert order is not None
     return transformed((weight * signs[:, None]).T, order).T.contiguous()
 
 
 def rotated_back(weight: Float[Tensor, "out in"], signs: Int[Tensor, " out"], order: int | None) -> Tensor:
-    """The inverse of `rotated_rows`."""
+    """Invert `rotated_rows`."""
     assert order is not None
     return transformed(weight.T, order, inverse=True).T * signs[:, None]

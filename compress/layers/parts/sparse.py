@@ -1,4 +1,4 @@
-"""Kept weights alone, with their positions: N of every M columns, or a bitmask.
+"""Packed sparse weights with their positions: N of every M columns, or a bitmask.
 
 Every row has K = floor(I/M) whole groups; the I - K*M columns after them are all kept.
 
@@ -10,7 +10,7 @@ Every row has K = floor(I/M) whole groups; the I - K*M columns after them are al
     values    float [O, K*N + I - K*M]   float [kept]             weights in floats
     packed    int32 [O, ceil(v*b/32)]    int32 [ceil(kept*b/32)]  or codes, v = K*N + I - K*M; scales, zero points and
                                                                   group indexes are those of the whole matrix
-                                                                  (`weights.codes`)
+                                                                  (`parts.codes`)
 
 The mask is independent of zeros: a kept weight that is zero is stored like any other. Weights outside of the mask are
 exactly zero.
@@ -32,12 +32,17 @@ from compress.numerics.quant.grids import Grid
 from compress.numerics.sparse.positions import LARGEST_M, PackedMask, SparseLayout
 
 VALUES = "values"
-"""The stored name of kept weights that are floats."""
+"""The stored name of packed sparse weights that are floats."""
 
 
 @dataclass(frozen=True)
 class SparseScheme(PartScheme):
-    """Kept weights alone. values: the scheme of their values, such as floats or codes."""
+    """Packed sparse weights.
+
+    Attributes:
+        sparsity: pattern of the positions and number of weights.
+        values: scheme of the stored weights, such as floats or codes.
+    """
 
     kind: ClassVar[str] = "sparse"
 
@@ -80,27 +85,36 @@ class SparseScheme(PartScheme):
             raise ValueError(
                 f"the fields of {cls.kind} are {', '.join(sorted(fields))}, not {', '.join(sorted(values))}"
             )
-        pattern, kept, inner = values["pattern"], values["kept"], read_scheme(values["values"])
-        if not isinstance(kept, int) or kept < 0:
-            raise ValueError(f"kept of {cls.kind} is {kept!r}, but it must be a number of weights")
+        pattern, kept_count, inner = values["pattern"], values["kept"], read_scheme(values["values"])
+        if not isinstance(kept_count, int) or kept_count < 0:
+            raise ValueError(f"kept of {cls.kind} is {kept_count!r}, but it must be a number of weights")
         if not isinstance(inner, PartScheme) or inner.value(torch.float32) is None:
             raise ValueError(f"weights of kind {inner.kind} cannot be the values of {cls.kind}")
-        found = cls(_named(pattern, kept), inner)
-        found.check()
-        return found
+        scheme = cls(_named(pattern, kept_count), inner)
+        scheme.check()
+        return scheme
 
 
-def _named(pattern: Any, kept: int) -> SparseLayout:
-    """The positions of a pattern by its text. Raises ValueError."""
+def _named(pattern: Any, kept_count: int) -> SparseLayout:
+    """Return the sparsity of a pattern by its text.
+
+    Raises:
+        ValueError: for an unknown pattern.
+    """
     n, _, m = str(pattern).partition(":")
-    regular = n.isascii() and m.isascii() and n.isdigit() and m.isdigit() and len(m) <= 3
-    if pattern != "bitmask" and not (regular and 0 < int(n) < int(m) <= LARGEST_M):
+    is_n_of_m = n.isascii() and m.isascii() and n.isdigit() and m.isdigit() and len(m) <= 3
+    if pattern != "bitmask" and not (is_n_of_m and 0 < int(n) < int(m) <= LARGEST_M):
         raise ValueError(f"pattern {str(pattern)[:100]!r} is not known; it is bitmask, or N:M with M up to {LARGEST_M}")
-    return SparseLayout.named(pattern, kept)
+    return SparseLayout.named(pattern, kept_count)
 
 
 class SparsePart(WeightPart):
-    """Kept weights alone. positions: packed (`PackedMask.words`). values: a part that holds the kept weights."""
+    """Packed sparse weights.
+
+    Attributes:
+        positions: packed positions (`PackedMask.words`).
+        values: part that stores the weights at these positions.
+    """
 
     kind: ClassVar[str] = "sparse"
     names: ClassVar[Mapping[str, str]] = {"positions": "kept"}
@@ -115,29 +129,29 @@ class SparsePart(WeightPart):
         self.values = values
 
     @classmethod
-    def of(cls, part: WeightPart, kept: PackedMask) -> Self:
-        """Store the kept weights of a part alone; all other weights must be zero."""
-        scheme = SparseScheme(kept.sparsity, part.scheme)
-        return cls(scheme, part.shape, {"positions": kept.words}, part.gathered(kept))
+    def of(cls, part: WeightPart, positions: PackedMask) -> Self:
+        """Pack the weights of a part at the positions of `positions`; all other weights must be zero."""
+        scheme = SparseScheme(positions.sparsity, part.scheme)
+        return cls(scheme, part.shape, {"positions": positions.words}, part.gathered(positions))
 
     @classmethod
     def read(cls, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
-        kept = _read_positions(scheme.sparsity, shape, tensors, prefix)
-        known = checked(scheme.tensors(shape), tensors, prefix)
-        inner = COMPONENTS[scheme.values.kind]
+        positions = _read_positions(scheme.sparsity, shape, tensors, prefix)
+        scheme_tensors = checked(scheme.tensors(shape), tensors, prefix)
+        value_class = COMPONENTS[scheme.values.kind]
         lattice = scheme.sparsity.values(shape)
-        held = {buffer: known.get(name or VALUES) for buffer, name in inner.names.items()}
-        values = inner(scheme.values, shape, held)
+        buffers = {buffer: scheme_tensors.get(name or VALUES) for buffer, name in value_class.names.items()}
+        values = value_class(scheme.values, shape, buffers)
         assert isinstance(values, WeightPart)
         values.validate(prefix)
         values.lattice = lattice
-        return cls(scheme, shape, {"positions": kept.words}, values)
+        return cls(scheme, shape, {"positions": positions.words}, values)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"kept": self.positions, **{name or VALUES: tensor for name, tensor in self.values.tensors().items()}}
 
     def with_values(self, values: WeightPart) -> SparsePart:
-        """The same positions with other values."""
+        """Return a part with the same positions and other values."""
         return SparsePart(self.scheme, self.shape, {"positions": self.positions}, values)
 
     @property
@@ -149,10 +163,10 @@ class SparsePart(WeightPart):
         return self.values.dtype
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        found = torch.empty(self.shape, dtype=dtype, device=self.positions.device)
-        for rows, mask, where in self.kept.parts():  # some rows at a time, to limit memory
-            found[rows] = self.values.kept_rows(rows, mask, where, dtype)
-        return found
+        weight = torch.empty(self.shape, dtype=dtype, device=self.positions.device)
+        for rows, mask, value_range in self.kept.parts():  # some rows at a time, to limit memory
+            weight[rows] = self.values.kept_rows(rows, mask, value_range, dtype)
+        return weight
 
     def in_storage(self, dtype: torch.dtype) -> SparsePart:
         return self.with_values(self.values.in_storage(dtype))
@@ -174,10 +188,13 @@ class SparsePart(WeightPart):
         return self.values.sum_groups(values)
 
 
-def _read_positions(
-    sparsity: SparseLayout, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str
-) -> PackedMask:
-    """Read the positions of kept weights. Raises KeyError, and ValueError for positions that contradict the config."""
+def _read_positions(sparsity: SparseLayout, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> PackedMask:
+    """Read the positions of packed sparse weights.
+
+    Raises:
+        KeyError: for a missing tensor.
+        ValueError: for positions that contradict the config.
+    """
     name = stored_name(prefix, "kept")
     rows, width = shape
     spec = {"kept": TensorSpec((rows, sparsity.words(width)), torch.int32)}
@@ -187,6 +204,6 @@ def _read_positions(
             f"{name} holds {rows} rows of {width} columns, of which {sparsity.text} keeps {regular.kept} weights; "
             f"the config says {sparsity.kept}"
         )
-    kept = PackedMask(words, sparsity, shape)
-    kept.check(name)
-    return kept
+    positions = PackedMask(words, sparsity, shape)
+    positions.check(name)
+    return positions

@@ -1,6 +1,6 @@
-"""Tiles of weights as tail-biting walks through a bitshift trellis (`numerics.quant.trellis`), with a scale per row.
+"""Tiles of weights as tail-biting paths through a bitshift trellis (`numerics.quant.trellis`), with a scale per row.
 
-codes    uint8 [out / tile_rows, in / tile_columns * bytes]   the circle of bits of each tile, row by row of its weights
+codes    uint8 [out / tile_rows, in / tile_columns * bytes]   the circular bit string of each tile, in row-major order
 scale    float [out]                                          a factor per row
 table    float [512, 2]                                       only with code hyb: the values that states look up
 signs    int8 [out]                                           only with rotated rows (`scaled_rows`)
@@ -25,14 +25,20 @@ BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4)
 """Bits per weight; halves for codes of pairs."""
 
 WIDEST = 16  # bits of a state
-LISTED = 64  # tiles of up to so many rows or columns are proposed
+LISTED = 64  # largest tile side that an error message proposes
 
 
 @dataclass(frozen=True)
 class TrellisScheme(ScaledRowsScheme):
-    """Walks of `bits` bits per weight through 2^states states. code: of the values of the states (`gaussian_codes`).
+    """Trellis paths of `bits` bits per weight.
 
-    rotated: rows of a Hadamard matrix; None: rows are not rotated.
+    Attributes:
+        bits: bits per weight.
+        states: bits of a state; the trellis has 2^states states.
+        code: code of the values of the states (`gaussian_codes`).
+        tile_rows: rows of a tile.
+        tile_columns: columns of a tile.
+        rotated: order of the Hadamard matrix that rotates the rows; None for rows that are not rotated.
     """
 
     kind: ClassVar[str] = "trellis"
@@ -51,7 +57,7 @@ class TrellisScheme(ScaledRowsScheme):
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile."""
+        """Size of a tile in bytes."""
         return count_bytes(self.tile_rows * self.tile_columns, self.bits)
 
     @property
@@ -70,12 +76,18 @@ class TrellisScheme(ScaledRowsScheme):
 
     def refuses(self, shape: tuple[int, int]) -> str | None:
         sides = (("tile_rows", self.tile_columns, "outputs"), ("tile_columns", self.tile_rows, "inputs"))
-        for (option, other, side), size in zip(sides, shape, strict=True):
-            asked = getattr(self, option)
-            if size % asked:
-                fits = [n for n in range(1, LISTED + 1) if size % n == 0 and not refused_tile(n, other, self.bits)]
-                instead = f"use {option}: {', '.join(map(str, fits))}, or ignore it" if fits else "ignore it"
-                return f"{option} {asked} does not divide its {size} {side}; {instead}"
+        for (option, other_size, side), size in zip(sides, shape, strict=True):
+            tile_size = getattr(self, option)
+            if size % tile_size:
+                fitting_sizes = [
+                    n for n in range(1, LISTED + 1) if size % n == 0 and not refused_tile(n, other_size, self.bits)
+                ]
+                instead = (
+                    f"use {option}: {', '.join(map(str, fitting_sizes))}, or ignore it"
+                    if fitting_sizes
+                    else "ignore it"
+                )
+                return f"{option} {tile_size} does not divide its {size} {side}; {instead}"
         return self.refuses_rotation(shape[0])
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
@@ -86,7 +98,7 @@ class TrellisScheme(ScaledRowsScheme):
 
 
 class TrellisPart(ScaledRowsPart):
-    """Walks through a trellis."""
+    """Packed trellis paths."""
 
     kind: ClassVar[str] = "trellis"
     names: ClassVar[Mapping[str, str]] = {"codes": "codes", "scale": "scale", "table": "table", "signs": "signs"}
@@ -103,11 +115,11 @@ class TrellisPart(ScaledRowsPart):
         ]
 
     def _tiles(self, codes: Int[Tensor, "n bytes"]) -> Float[Tensor, "n tile_rows in"]:
-        """The rows of weights of some rows of tiles."""
+        """Decode the weights of some rows of tiles."""
         scheme = self.scheme
         values = values_of(scheme.code, scheme.states, self.table, codes.device)
-        found = decode(codes.reshape(-1, scheme.tile_bytes), values, scheme.trellis)
-        tiles = found.view(len(codes), -1, scheme.tile_rows, scheme.tile_columns)
+        weights = decode(codes.reshape(-1, scheme.tile_bytes), values, scheme.trellis)
+        tiles = weights.view(len(codes), -1, scheme.tile_rows, scheme.tile_columns)
         return tiles.transpose(1, 2).reshape(len(codes), scheme.tile_rows, self.shape[1])
 
     def in_storage(self, dtype: torch.dtype) -> TrellisPart:
@@ -121,7 +133,7 @@ class TrellisPart(ScaledRowsPart):
 
 
 def refused_states(states: int, bits: float, code: Code) -> str | None:
-    """Why a trellis cannot have states of so many bits; None if it can."""
+    """Return why a trellis cannot have states of this many bits; None if it can."""
     if bits * length_of(code) % 1:
         return f"bits {bits} does not suit code: {code}, which has one weight a state; use code: hyb, or whole bits"
     least = int(bits * length_of(code))
@@ -131,7 +143,7 @@ def refused_states(states: int, bits: float, code: Code) -> str | None:
 
 
 def refused_tile(rows: int, columns: int, bits: float) -> str | None:
-    """Why a tile cannot have this size; None if it can."""
+    """Return why a tile cannot have this size; None if it can."""
     unit = 16 if bits % 1 else 8
     if rows * columns % unit:
         return f"a tile of {rows} x {columns} weights does not fill whole bytes; use a multiple of {unit} weights"

@@ -1,4 +1,4 @@
-"""A Hadamard transform of the input, computed when the layer runs; it spreads the outliers of channels over all."""
+"""An online Hadamard transform of the input, which spreads outliers over all channels of a block."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class HadamardScheme(TransformScheme):
     """An orthonormal Hadamard matrix for every run of `block` channels, after random signs of the channels.
 
     QuaRot (arXiv 2404.00456), section 4, stage 1d; the signs make it randomized, as in QuIP# (arXiv 2402.04396).
+
+    Attributes:
+        block: order of the Hadamard matrix.
     """
 
     kind: ClassVar[str] = "hadamard"
@@ -39,7 +42,11 @@ class HadamardScheme(TransformScheme):
 
 
 class Hadamard(InputTransform):
-    """(x * signs) H / sqrt(block), computed in float32 and returned in the dtype of x. signs: [in], 1 or -1."""
+    """(x * signs) H / sqrt(block), computed in float32 and returned in the dtype of x.
+
+    Attributes:
+        signs: [in], 1 or -1.
+    """
 
     kind: ClassVar[str] = "hadamard"
     names: ClassVar[Mapping[str, str]] = {"signs": "hadamard_signs"}
@@ -51,7 +58,13 @@ class Hadamard(InputTransform):
 
     @classmethod
     def of(cls, block: int, seed: int, shape: tuple[int, int]) -> Self:
-        """Rotate blocks of channels, with signs drawn from a seed. The block is an order that divides the width."""
+        """Rotate blocks of channels.
+
+        Args:
+            block: order of a Hadamard matrix; it divides the number of inputs.
+            seed: seed of the signs.
+            shape: (out, in) of the layer.
+        """
         assert exists(block) and shape[1] % block == 0, "the block must be an order of a Hadamard matrix"
         return cls(HadamardScheme(block), shape, {"signs": signs_of(shape[1], seed)})
 
@@ -59,11 +72,11 @@ class Hadamard(InputTransform):
         return dispatch.transformed(self, x)
 
     def plain(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """The transformed inputs in plain torch. Kernels are tested against it."""
+        """Compute the transform in plain torch. Kernels are tested against it."""
         return transformed(x.float() * self.signs, self.scheme.block).to(x.dtype)
 
     def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """W H^T diag(signs): x W'^T = (x diag(signs) H) W^T."""
+        """Compute W' = W H^T diag(signs): x W'^T = (x diag(signs) H) W^T."""
         return (transformed(weight.float(), self.scheme.block, inverse=True) * self.signs).to(weight.dtype)
 
     def validate(self, prefix: str) -> None:

@@ -30,7 +30,11 @@ class PermutationScheme(TransformScheme):
 
 
 class Permutation(InputTransform):
-    """x[order]: channel j of the result is channel order[j] of the input. order: [in]."""
+    """x[order]: channel j of the result is channel order[j] of the input.
+
+    Attributes:
+        order: [in].
+    """
 
     kind: ClassVar[str] = "permutation"
     names: ClassVar[Mapping[str, str]] = {"order": "permutation"}
@@ -40,7 +44,7 @@ class Permutation(InputTransform):
 
     @classmethod
     def of(cls, order: Int[Tensor, " in"], shape: tuple[int, int]) -> Self:
-        """Permute by an order."""
+        """Create the transform from an order."""
         return cls(PermutationScheme(), shape, {"order": order.to(torch.int32)})
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:

@@ -1,4 +1,4 @@
-"""Reassembly of input channels: similar channels are merged, and the freed places take parts of large ones."""
+"""Reassembly of input channels: similar channels are merged, and large channels are split into the freed positions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from compress.layers.base import InputTransform, TensorSpec, TransformScheme, st
 
 @dataclass(frozen=True)
 class ReassemblyScheme(TransformScheme):
-    """Each channel of the result is a multiple of a channel of the input, or of the sum of two (Liu 2023, QLLM).
+    """Each output channel is a multiple of an input channel, or of the sum of two (Liu 2023, QLLM).
 
-    reassembly_first, reassembly_second: the channels of the input; equal where it is one. reassembly_scale: the factor
-    of their sum.
+    The stored tensors are `reassembly_first` and `reassembly_second`, the input channels (equal for a single channel),
+    and
+    `reassembly_scale`, the factor of their sum.
     """
 
     kind: ClassVar[str] = "reassembly"
@@ -32,7 +33,13 @@ class ReassemblyScheme(TransformScheme):
 
 
 class Reassembly(InputTransform):
-    """(x[first] + x[second]) * scale, computed in float32 and returned in the dtype of x. All tensors: [in]."""
+    """(x[first] + x[second]) * scale, computed in float32 and returned in the dtype of x.
+
+    Attributes:
+        first: [in], first input channel.
+        second: [in], second input channel; equal to `first` for a single channel.
+        scale: [in], factor of the sum.
+    """
 
     kind: ClassVar[str] = "reassembly"
     names: ClassVar[Mapping[str, str]] = {
@@ -48,21 +55,32 @@ class Reassembly(InputTransform):
     scale: Float[Tensor, " in"]
 
     @classmethod
-    def of(cls, pairs: Int[Tensor, "n 2"], parts: Int[Tensor, " in"], shape: tuple[int, int]) -> Self:
-        """Merge pairs of channels into the first of each, and put the parts of large channels into the freed places.
+    def of(cls, pairs: Int[Tensor, "n 2"], counts: Int[Tensor, " in"], shape: tuple[int, int]) -> Self:
+        """Merge each pair of channels into its first channel, and split large channels into the freed positions.
 
-        parts: the number of sub-channels of each channel, T_i of x_i / T_i; there are as many further ones as pairs.
+        Args:
+            pairs: channels to merge.
+            counts: number of sub-channels of each channel, T_i of x_i / T_i. There are as many additional sub-channels
+                as
+                pairs.
+            shape: (out, in) of the layer.
         """
-        first = torch.arange(shape[1])
-        second, scale = first.clone(), 0.5 / parts.float()
-        kept, freed = pairs[:, 0], pairs[:, 1]
-        second[kept] = freed
-        further = first.repeat_interleave(parts - 1)
-        assert len(further) == len(freed) and bool((parts[pairs.flatten()] == 1).all()), "places and parts must agree"
-        place = first.clone()
-        place[freed] = further
-        first, second, scale = place, torch.where(place == first, second, place), scale[place]
-        tensors = {"first": first.to(torch.int32), "second": second.to(torch.int32), "scale": scale}
+        first_channels = torch.arange(shape[1])
+        second_channels, scale = first_channels.clone(), 0.5 / counts.float()
+        merged, freed_channels = pairs[:, 0], pairs[:, 1]
+        second_channels[merged] = freed_channels
+        split_channels = first_channels.repeat_interleave(counts - 1)
+        assert len(split_channels) == len(freed_channels) and bool((counts[pairs.flatten()] == 1).all()), (
+            "places and parts must agree"
+        )
+        channels = first_channels.clone()
+        channels[freed_channels] = split_channels
+        first_channels, second_channels, scale = (
+            channels,
+            torch.where(channels == first_channels, second_channels, channels),
+            scale[channels],
+        )
+        tensors = {"first": first_channels.to(torch.int32), "second": second_channels.to(torch.int32), "scale": scale}
         return cls(ReassemblyScheme(), shape, tensors)
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
@@ -70,19 +88,21 @@ class Reassembly(InputTransform):
         return (total * self.scale).to(x.dtype)
 
     def adapted(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The weight for reassembled inputs: a sub-channel has the weight of its channel, a merged one the sum.
+        """Compute the weight for reassembled inputs.
 
-        The function is preserved but for merging: (w_i + w_j) (x_i + x_j) / 2 replaces w_i x_i + w_j x_j.
+        A sub-channel has the weight of its channel, and a merged channel the sum of two. The function is preserved
+        except for
+        the merging: (w_i + w_j) (x_i + x_j) / 2 replaces w_i x_i + w_j x_j.
         """
-        one = self.first == self.second
-        return weight[:, self.first] + weight[:, self.second].masked_fill(one, 0)
+        is_single = self.first == self.second
+        return weight[:, self.first] + weight[:, self.second].masked_fill(is_single, 0)
 
     def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         scaled = weight.float() * self.scale
-        found = torch.zeros_like(scaled)
+        folded = torch.zeros_like(scaled)
         for index in (self.first, self.second):
-            found.index_add_(1, index, scaled)
-        return found.to(weight.dtype)
+            folded.index_add_(1, index, scaled)
+        return folded.to(weight.dtype)
 
     def validate(self, prefix: str) -> None:
         for index, name in ((self.first, "reassembly_first"), (self.second, "reassembly_second")):

@@ -1,11 +1,11 @@
-"""Rounding of inputs to a grid, with a scale per token or a static scale, for all channels or for groups of channels.
+"""Activation quantization: dynamic scales per token or static scales, for all channels or for groups of channels.
 
-Columns with outliers are not rounded.
+Outlier columns are not quantized.
 
     input_scale       float [1], [groups]   static scales; one per group of channels
     input_zero_point  int8 [groups]         static zero points of groups of channels, where they are not symmetric
     input_g_idx       int32 [I]             the group of each channel, only for groups of channels
-    input_outliers    bool [I]              the channels that are never rounded, if there are such
+    input_outliers    bool [I]              the outlier channels, which are not quantized; only if `columns`
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ from compress.numerics.quant.inputs import outlier_columns, round_in_groups, rou
 
 @dataclass(frozen=True)
 class RoundingScheme(TransformScheme):
-    """How inputs are rounded.
+    """The options of activation quantization.
 
-    scale: 'token': one per token, computed when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'group': one per
-    token and `group` columns, computed as well (arXiv 2412.19437, section 3.3.2); 'static': one for all tokens, stored.
-    threshold: columns with a magnitude of at least `threshold` in a call are not rounded. columns: whether a stored set
-    of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point. clip: the share of the
-    largest magnitude that a computed scale covers; larger ones saturate. groups: the number of groups of channels, each
-    with a scale of its own (and a zero point unless symmetric), 'static' or of each 'token'; the group of every channel
-    is stored, so groups may have any size and need not be contiguous (PEG, Bondarenko 2021, section 4; RPTQ, Yuan
-    2023). None: the channels have no groups of this kind.
+    Attributes:
+        grid: number grid of the activations.
+        scale: 'token' for a dynamic scale per token (ZeroQuant, Yao 2022, section 3.2), 'group' for a dynamic scale per
+            token and `group` columns (arXiv 2412.19437, section 3.3.2), 'static' for a stored scale for all tokens.
+        threshold: columns with a magnitude of at least `threshold` in a call are not quantized.
+        columns: whether a stored set of columns is not quantized (LLM.int8, Dettmers 2022, section 3.2).
+        symmetric: whether there is no zero point.
+        group: columns that share a scale, with scale 'group'.
+        clip: fraction of the largest magnitude that a dynamic scale covers; larger magnitudes saturate.
+        groups: number of groups of channels with separate scales (and zero points unless symmetric), static or dynamic
+            per
+            token. The group of every channel is stored, so groups may have any size and need not be contiguous (PEG,
+            Bondarenko 2021, section 4; RPTQ, Yuan 2023). None for no such groups.
     """
 
     kind: ClassVar[str] = "rounding"
@@ -66,15 +71,15 @@ class RoundingScheme(TransformScheme):
 
     @property
     def outliers(self) -> bool:
-        """Whether some columns are not rounded."""
+        """Whether some columns are not quantized."""
         return self.threshold is not None or self.columns
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         static, count = self.scale == "static", self.groups or 1
-        found = {"scale": TensorSpec((count,))} if static else {}
-        found |= {"zero_point": TensorSpec((count,), torch.int8)} if static and self.zeros else {}
-        found |= {"g_idx": TensorSpec((shape[1],), torch.int32)} if self.groups else {}
-        return found | ({"outliers": TensorSpec((shape[1],), torch.bool)} if self.columns else {})
+        specs = {"scale": TensorSpec((count,))} if static else {}
+        specs |= {"zero_point": TensorSpec((count,), torch.int8)} if static and self.zeros else {}
+        specs |= {"g_idx": TensorSpec((shape[1],), torch.int32)} if self.groups else {}
+        return specs | ({"outliers": TensorSpec((shape[1],), torch.bool)} if self.columns else {})
 
     @property
     def zeros(self) -> bool:
@@ -83,11 +88,15 @@ class RoundingScheme(TransformScheme):
 
 
 class InputRounding(InputTransform):
-    """Rounding of inputs; returns dequantized values in the dtype of the inputs.
+    """Quantize and dequantize activations; the dtype of the inputs is preserved.
 
     With outlier columns, x W^T is the sum of an integer product and a float product over those columns.
-    scale: [1] or [groups], static, or None. zero: [groups], static, or None. group_index: [in], or None. columns: [in],
-    True for columns that are never rounded, or None.
+
+    Attributes:
+        scale: static scales [1] or [groups], or None.
+        zero: static zero points [groups], or None.
+        group_index: group of each channel [in], or None.
+        columns: True for outlier columns, which are not quantized [in], or None.
     """
 
     kind: ClassVar[str] = "rounding"
@@ -119,14 +128,31 @@ class InputRounding(InputTransform):
         group: int | None = None,
         clip: float = 1.0,
     ) -> Self:
-        """Round to a grid. scale: static, or None for one per token (and group). Other arguments as in the scheme."""
+        """Create a quantizer with one static scale, or with dynamic scales.
+
+        Args:
+            grid: number grid of the activations.
+            scale: static scale; None for a dynamic scale per token (and group).
+            threshold: magnitude from which a column is not quantized, or None.
+            columns: True for outlier columns, or None.
+            symmetric: whether there is no zero point.
+            shape: (out, in) of the layer.
+            group: columns that share a dynamic scale, or None for all.
+            clip: fraction of the largest magnitude that a dynamic scale covers.
+        """
         kind = "static" if scale is not None else "token" if group is None else "group"
         scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric, group, clip)
         return cls(scheme, shape, {"scale": scale, "columns": columns})
 
     @classmethod
     def covering(cls, grid: Grid, top: Float[Tensor, ""], dtype: torch.dtype) -> Self:
-        """Round to a grid with a static scale, stored in `dtype`, that covers magnitudes up to `top`."""
+        """Create a quantizer with a static scale.
+
+        Args:
+            grid: number grid of the activations.
+            top: largest magnitude that the scale covers.
+            dtype: dtype of the scale.
+        """
         scale, _ = grid.fit(-top.reshape(1), top.reshape(1), True, dtype)
         return cls.of(grid, scale.to(dtype))
 
@@ -140,10 +166,15 @@ class InputRounding(InputTransform):
         ranges: tuple[Float[Tensor, " groups"], Float[Tensor, " groups"]] | None,
         dtype: torch.dtype,
     ) -> Self:
-        """Round each group of channels with scales of its own.
+        """Create a quantizer with separate scales for groups of channels.
 
-        index: the group of every channel. ranges: the static (low, high) of every group; None: those of each token.
-        dtype: of static scales.
+        Args:
+            grid: number grid of the activations.
+            index: group of each channel.
+            groups: number of groups.
+            symmetric: whether there are no zero points.
+            ranges: static (low, high) of every group; None for dynamic ranges per token.
+            dtype: dtype of static scales.
         """
         scheme = RoundingScheme(grid, "token" if ranges is None else "static", symmetric=symmetric, groups=groups)
         tensors: dict[str, Tensor | None] = {"group_index": index.to(torch.int32)}
@@ -154,12 +185,12 @@ class InputRounding(InputTransform):
 
     @property
     def grid(self) -> Grid:
-        """The grid of the inputs."""
+        """The number grid of the activations."""
         return self.scheme.grid
 
     @property
     def threshold(self) -> float | None:
-        """The magnitude from which a column is not rounded, or None."""
+        """The magnitude from which a column is not quantized, or None."""
         return self.scheme.threshold
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
@@ -167,13 +198,13 @@ class InputRounding(InputTransform):
         if self.group_index is not None:
             index, count = self.group_index.long(), scheme.groups or 1
             return round_in_groups(x, scheme.grid, index, count, self.scale, self.zero, scheme.symmetric, scheme.clip)
-        spared = outlier_columns(x, self.threshold, self.columns)
-        return round_inputs(x, scheme.grid, self.scale, spared, scheme.symmetric, scheme.group, scheme.clip)
+        outlier_mask = outlier_columns(x, self.threshold, self.columns)
+        return round_inputs(x, scheme.grid, self.scale, outlier_mask, scheme.symmetric, scheme.group, scheme.clip)
 
     def computes_like(self, other: InputRounding) -> bool:
-        """Whether both round every input to the same numbers, by the input alone."""
-        alone = self.scheme.scale != "static" and not self.scheme.outliers and self.scheme.groups is None
-        return alone and self.scheme == other.scheme
+        """Return whether both quantizers are dynamic and give the same values for every input."""
+        is_dynamic = self.scheme.scale != "static" and not self.scheme.outliers and self.scheme.groups is None
+        return is_dynamic and self.scheme == other.scheme
 
     def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
         scheme, index, size = self.scheme, self.group_index, self.scheme.group

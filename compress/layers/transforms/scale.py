@@ -16,7 +16,7 @@ from compress.layers.base import InputTransform, TensorSpec, TransformScheme
 
 @dataclass(frozen=True)
 class ScaleScheme(TransformScheme):
-    """A scale per input channel."""
+    """A scale per input channel, stored in float32."""
 
     kind: ClassVar[str] = "scale"
     effect: ClassVar[str] = "its inputs are divided by a scale that no layer before it could absorb"
@@ -27,7 +27,11 @@ class ScaleScheme(TransformScheme):
 
 
 class Scale(InputTransform):
-    """x / scale, computed in float32 and returned in the dtype of x. scale: [in], float32."""
+    """x / scale, computed in float32 and returned in the dtype of x.
+
+    Attributes:
+        scale: [in], float32.
+    """
 
     kind: ClassVar[str] = "scale"
     names: ClassVar[Mapping[str, str]] = {"scale": "channel_scale"}
@@ -38,7 +42,7 @@ class Scale(InputTransform):
 
     @classmethod
     def of(cls, scale: Float[Tensor, " in"], shape: tuple[int, int]) -> Self:
-        """Divide by a scale."""
+        """Create the transform from a scale."""
         return cls(ScaleScheme(), shape, {"scale": scale})
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:

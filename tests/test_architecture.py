@@ -564,6 +564,13 @@ def test_the_pipeline_asks_for_no_family_of_passes():
     holds(asked, "a family of passes is asked for; let the pass answer", pipeline)
 
 
+def test_decode_is_used_by_its_contract_alone():
+    """`compress.decode.accelerate_generation` is public; its modules are internal."""
+    outside = [name for name in FILES if not name.startswith(f"{PACKAGE}.decode")]
+    internal = lambda m: [n for n, _ in own_imports(tree_of(m)) if n.startswith(f"{PACKAGE}.decode.")]  # noqa: E731
+    holds(internal, "import accelerate_generation from compress.decode", outside)
+
+
 def test_no_file_imports_too_much():
     def imported(module):
         count = len({name for name, _ in own_imports(tree_of(module))})

@@ -1,8 +1,8 @@
-"""The arguments of decoding steps, made from those of the step before.
+"""The arguments of decode steps, derived from those of the previous step.
 
-transformers makes the positions and the mask of each step anew, as slowly as several layers of a small model compute.
-It makes those of two steps of each text, and of two behind a sliding window. Where the second follows from the first,
-so do the others.
+transformers computes the positions and the mask of every step again, which takes as long as several layers of a small
+model. Here it computes those of two steps of each text, and of two steps after a sliding window is full. If the second
+step follows from the first, all further steps are derived.
 """
 
 from __future__ import annotations
@@ -22,96 +22,135 @@ from compress.models.kinds.objective import text_config
 IDS, MASK, POSITIONS, CACHE = "input_ids", "attention_mask", "position_ids", "past_key_values"
 CHANGING = {MASK, POSITIONS, CACHE}
 GROWING = {"full_attention", "sliding_attention"}
-"""Kinds of attention in which a token sees itself and what the token before it saw, but the oldest of a full window."""
+"""Kinds of attention whose mask grows by the new token; a full sliding window drops its oldest token."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """The arguments of a step but its cache.
+class PreparedArguments:
+    """The arguments of a decode step without its cache.
 
-    given: what they were made from, but what changes in each step. edits: of the cache. seen: tokens of the text, with
-    the new one. steady: they are what follows from the step before.
+    Attributes:
+        arguments: arguments of the forward pass.
+        constant_kwargs: arguments of `prepare_inputs_for_generation` that are equal in every step.
+        cache: cache of the text.
+        edits: number of edits of the cache.
+        token_count: tokens of the text, including the new token.
+        is_predictable: whether the arguments follow from those of the previous step.
     """
 
     arguments: dict[str, Any]
-    given: dict[str, Any]
+    constant_kwargs: dict[str, Any]
     cache: weakref.ref[Cache]
     edits: int
-    seen: int
-    steady: bool
+    token_count: int
+    is_predictable: bool
 
 
 class StepArguments:
-    """Makes the arguments of the model for one more token per sequence."""
+    """Prepare the arguments of the model for one more token per sequence."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        kind: Any = type(model)
+        model_class: Any = type(model)
         standard: Any = GenerationMixin
-        own = hasattr(kind, "create_masks_for_generate") or getattr(kind, "_auto_class", None) is not None
-        same = kind.prepare_inputs_for_generation is standard.prepare_inputs_for_generation
-        chunked = getattr(text_config(model.config), "attention_chunk_size", None) is not None
-        self.fits = same and not own and not chunked
-        self.last: Made | None = None
+        has_custom_masks = (
+            hasattr(model_class, "create_masks_for_generate") or getattr(model_class, "_auto_class", None) is not None
+        )
+        is_standard = model_class.prepare_inputs_for_generation is standard.prepare_inputs_for_generation
+        is_chunked = getattr(text_config(model.config), "attention_chunk_size", None) is not None
+        self.is_supported = is_standard and not has_custom_masks and not is_chunked
+        self.previous: PreparedArguments | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude what belongs to a text."""
-        return {**vars(self), "last": None}
+        """Exclude the arguments of the previous step."""
+        return {**vars(self), "previous": None}
 
-    def __call__(self, ids: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a step. given: those of transformers' `prepare_inputs_for_generation`."""
-        cache, mask, last = given.get(CACHE), given.get(MASK), self.last
-        text = (mask is None or mask.ndim == 2) and "inputs_embeds" not in given
-        if not self.fits or not text or cache is None or given.get("next_sequence_length") != 1:
-            self.last = None
-            return self.plainly(ids, given)
-        seen, kept = ids.shape[1], {key: value for key, value in given.items() if key not in CHANGING}
+    def __call__(self, ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the arguments of a step.
+
+        Args:
+            ids: tokens of the whole text.
+            model_kwargs: keyword arguments of transformers' `prepare_inputs_for_generation`.
+        """
+        cache, mask, previous = model_kwargs.get(CACHE), model_kwargs.get(MASK), self.previous
+        is_text = (mask is None or mask.ndim == 2) and "inputs_embeds" not in model_kwargs
+        if not self.is_supported or not is_text or cache is None or model_kwargs.get("next_sequence_length") != 1:
+            self.previous = None
+            return self.prepare_with_transformers(ids, model_kwargs)
+        token_count, constant_kwargs = (
+            ids.shape[1],
+            {key: value for key, value in model_kwargs.items() if key not in CHANGING},
+        )
         edits = cache.edits if isinstance(cache, DecodingCache) else 0
-        follows = last is not None and last.cache() is cache and (last.edits, last.seen + 1) == (edits, seen)
-        follows = follows and last is not None and same(last.given, kept)
-        found = following(last.arguments, ids, given.get(POSITIONS), seen - 1) if last is not None and follows else None
-        steady = found is not None
-        if found is None or last is None or not last.steady:
-            made = self.plainly(ids, given)
-            wanted = {key: value for key, value in made.items() if key != CACHE}
-            steady, found = found is not None and equal(found, wanted), wanted
-        self.last = Made(found, kept, weakref.ref(cache), edits, seen, steady)
-        return {**found, CACHE: cache}
+        follows = (
+            previous is not None
+            and previous.edits == edits
+            and previous.cache() is cache
+            and previous.token_count + 1 == token_count
+            and same_objects(previous.constant_kwargs, constant_kwargs)
+        )
+        arguments = (
+            next_arguments(previous.arguments, ids, model_kwargs.get(POSITIONS), token_count - 1)
+            if previous is not None and follows
+            else None
+        )
+        is_predictable = arguments is not None
+        if arguments is None or previous is None or not previous.is_predictable:
+            reference_inputs = self.prepare_with_transformers(ids, model_kwargs)
+            reference = {key: value for key, value in reference_inputs.items() if key != CACHE}
+            is_predictable, arguments = arguments is not None and equal_arguments(arguments, reference), reference
+        self.previous = PreparedArguments(
+            arguments, constant_kwargs, weakref.ref(cache), edits, token_count, is_predictable
+        )
+        return {**arguments, CACHE: cache}
 
-    def plainly(self, ids: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as transformers makes them."""
-        kind: Any = type(self.model)
-        found: dict[str, Any] = kind.prepare_inputs_for_generation(self.model, ids, **given)
-        return found
+    def prepare_with_transformers(self, ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the arguments with the method of transformers."""
+        model_class: Any = type(self.model)
+        arguments: dict[str, Any] = model_class.prepare_inputs_for_generation(self.model, ids, **model_kwargs)
+        return arguments
 
 
-def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether mappings have the same objects."""
-    return one.keys() == other.keys() and all(value is other[key] for key, value in one.items())
+def same_objects(first_mapping: Mapping[str, Any], second_mapping: Mapping[str, Any]) -> bool:
+    """Return whether two mappings hold the same objects."""
+    return first_mapping.keys() == second_mapping.keys() and all(
+        value is second_mapping[key] for key, value in first_mapping.items()
+    )
 
 
-def following(arguments: dict[str, Any], ids: Tensor, positions: Any, column: int) -> dict[str, Any] | None:
-    """The arguments of the step after that of these; None where they cannot be known.
+def next_arguments(arguments: dict[str, Any], ids: Tensor, positions: Any, column: int) -> dict[str, Any] | None:
+    """Derive the arguments of a step from those of the previous step.
 
-    ids, positions: of the whole text. column: of the new token in masks.
+    Args:
+        arguments: arguments of the previous step.
+        ids: tokens of the whole text.
+        positions: positions of the whole text.
+        column: column of the new token in masks.
+
+    Returns:
+        None for arguments that cannot be derived.
     """
-    mask = grown(arguments.get(MASK), column)
+    mask = extended_mask(arguments.get(MASK), column)
     if mask is None:
         return None
-    found = {**arguments, IDS: ids[:, -1:].clone(), MASK: mask}
-    if isinstance(positions, Tensor) and POSITIONS in found:
-        found[POSITIONS] = positions[..., -1:].clone()
-    return found
+    step_arguments = {**arguments, IDS: ids[:, -1:].clone(), MASK: mask}
+    if isinstance(positions, Tensor) and POSITIONS in step_arguments:
+        step_arguments[POSITIONS] = positions[..., -1:].clone()
+    return step_arguments
 
 
-def grown(mask: Any, column: int) -> Any:
-    """A mask, or masks by kinds of attention, for a token that sees one more, in this column; None: not known."""
+def extended_mask(mask: Any, column: int) -> Any:
+    """Extend a mask, or masks by kind of attention, by the new token.
+
+    Returns:
+        None for a mask that cannot be extended.
+    """
     if isinstance(mask, dict):
-        masks = {kind: grown(one, column) for kind, one in mask.items()}
-        known = masks.keys() <= GROWING and all(one is not None for one in masks.values())
-        return masks if known else None
+        masks = {kind: extended_mask(layer_mask, column) for kind, layer_mask in mask.items()}
+        is_supported = masks.keys() <= GROWING and all(layer_mask is not None for layer_mask in masks.values())
+        return masks if is_supported else None
     if not isinstance(mask, Tensor) or mask.ndim != 4 or column in (0, mask.shape[-1]):
-        return None  # in the first token behind a window, what follows changes
+        return None  # the first step after a window is full changes the rule
     if column > mask.shape[-1]:
         return torch.cat([mask[..., 1:], mask[..., -1:]], dim=-1)
     mask = mask.clone()
@@ -119,10 +158,10 @@ def grown(mask: Any, column: int) -> Any:
     return mask
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Whether arguments are equal."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one is other
+def equal_arguments(a: Any, b: Any) -> bool:
+    """Return whether two values of arguments are equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal_arguments(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a is b

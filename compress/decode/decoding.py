@@ -1,4 +1,4 @@
-"""Decoding of a model with a static cache: each step is recorded once, and then run by the C++ library."""
+"""Decoding with a static cache: each kind of step is traced once, and then run by the C++ library."""
 
 from __future__ import annotations
 
@@ -16,101 +16,115 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from compress.decode.layout import NotRecordedError
+from compress.decode.layout import UntraceableError
 from compress.decode.prepared import prepare
-from compress.decode.step import RecordedStep
+from compress.decode.step import TracedStep
 from compress.layers.linear import CompressedLinear
 
-MOST = 8
-"""Recorded steps that are kept: one for each number of sequences and length of the cache."""
-FAR, FAR_ROUNDED = 0.05, 0.25
-"""How far the outputs of a recorded step may be from those of the model, relative to their length.
+MAX_STEPS = 8
+"""Largest number of stored traced steps: one for each number of sequences and length of the cache."""
+TOLERANCE, QUANTIZED_TOLERANCE = 0.05, 0.25
+"""Largest relative error of the outputs of a traced step, compared with those of the model.
 
-The second where inputs are rounded to integers: another order of sums changes some of them by a step."""
-COUNTER = "cumulative_length_int"  # tokens that a cache of transformers with a sliding window has seen
+The second is for models with activation quantization: another order of summation changes some codes by one."""
+COUNTER = "cumulative_length_int"  # number of tokens in a sliding-window layer of a cache of transformers
 
-FAILURES = (NotRecordedError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What recording may end with. The step is then computed by the model, which raises its own errors again."""
-TURN = threading.Lock()
-"""Recorded steps have one memory, so callers in several threads take turns."""
+FAILURES = (UntraceableError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+"""Exceptions that end tracing. The model then computes the step, and raises its errors again."""
+LOCK = threading.Lock()
+"""A traced step has one memory, so only one thread runs a step at a time."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Decoder:
-    """A recorded step of a model.
+    """A traced step of a model.
 
-    advanced: numbers of the cache's layers that it adds to. output: the class of its outputs. names: of those that are
-    tensors. caches: of those that are the cache. seen: the cache that its addresses are of.
+    Attributes:
+        step: the instructions.
+        counters: counters of the cache that the step increments: layer, name and increment.
+        output: class of the outputs.
+        names: names of the outputs that are tensors.
+        caches: names of the outputs that are the cache.
+        snapshot: state of the cache whose addresses the step uses.
+        verified: whether the outputs were compared with those of the model.
     """
 
-    step: RecordedStep
-    advanced: list[tuple[int, str, int]]
+    step: TracedStep
+    counters: list[tuple[int, str, int]]
     output: type[Any]
     names: list[str]
     caches: list[str]
-    seen: Seen | None
-    proved: bool = False
+    snapshot: CacheSnapshot | None
+    verified: bool = False
 
     def run(self, tensors: list[Tensor], cache: StaticCache) -> Any:
-        """The outputs by the instructions."""
-        found = self.step(*tensors)
-        for layer, name, more in self.advanced:
-            setattr(cache.layers[layer], name, getattr(cache.layers[layer], name) + more)
-        return self.output(**dict(zip(self.names, found, strict=True)), **dict.fromkeys(self.caches, cache))
+        """Compute the outputs by the instructions."""
+        outputs = self.step(*tensors)
+        for layer, name, increment in self.counters:
+            setattr(cache.layers[layer], name, getattr(cache.layers[layer], name) + increment)
+        return self.output(**dict(zip(self.names, outputs, strict=True)), **dict.fromkeys(self.caches, cache))
 
 
-class RecordedDecoding:
+class TracedDecoding:
     """The forward pass of a model for one more token per sequence.
 
-    A step is recorded when it is first computed for some shapes. The next one is computed twice, by the instructions
-    and by the model, and compared. `otherwise` computes other calls, and steps that cannot be recorded.
+    A step is traced when it is first computed for given shapes. The next step is computed twice, by the instructions
+    and by the model, and compared.
 
-    Weights are read where they are. Constants that are computed from them, such as 1 + weight of a norm, stay as they
-    were recorded.
+    Weights are read in place. Constants that are computed from them, such as 1 + weight of a norm, keep the values of
+    the trace.
+
+    Attributes:
+        model: the model.
+        fallback: computes other calls, and steps that cannot be traced; None for the model.
+        decoders: traced steps by cache key; None for a step that cannot be traced.
+        reason: why the last step that cannot be traced was refused, or None.
+        tolerance: largest relative error of a traced step.
+        snapshot: state of the cache of the last step.
+        parameter_place: module and name of a parameter, whose address changes when the model is moved.
     """
 
-    def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any] | None = None) -> None:
-        """otherwise: None: the model."""
-        self.model, self.otherwise = model, otherwise
-        self.known: dict[Hashable, Decoder | None] = {}
+    def __init__(self, model: PreTrainedModel, fallback: Callable[..., Any] | None = None) -> None:
+        self.model, self.fallback = model, fallback
+        self.decoders: dict[Hashable, Decoder | None] = {}
         self.reason: str | None = None
-        self.far = FAR_ROUNDED if any(rounds_inputs(m) for m in model.modules()) else FAR
-        self.last: Seen | None = None
-        self.place: tuple[torch.nn.Module, str] | None = None
+        self.tolerance = QUANTIZED_TOLERANCE if any(quantizes_activations(m) for m in model.modules()) else TOLERANCE
+        self.snapshot: CacheSnapshot | None = None
+        self.parameter_place: tuple[torch.nn.Module, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude what belongs to this process and this model; a copy records steps of its own."""
-        return {**vars(self), "known": {}, "last": None, "place": None, "otherwise": None}
+        """Exclude the state of this process and this model; a copy traces its own steps."""
+        return {**vars(self), "decoders": {}, "snapshot": None, "parameter_place": None, "fallback": None}
 
     def __call__(self, **inputs: Any) -> Any:
-        """The outputs of the model, as its forward pass gives them."""
-        with TURN:
-            return self.computed(inputs)
+        """Compute the outputs of the model's forward pass."""
+        with LOCK:
+            return self.compute(inputs)
 
-    def computed(self, inputs: Mapping[str, Any]) -> Any:
-        """The outputs by a recorded step, or otherwise."""
-        leaves = leaves_of(inputs)
+    def compute(self, inputs: Mapping[str, Any]) -> Any:
+        """Compute the outputs by a traced step if possible, otherwise by the fallback."""
+        leaves = flatten_arguments(inputs)
         cache = cache_of(leaves)
         if cache is None:
-            return self.plainly(**inputs)
-        if self.last is None or not self.last.is_of(cache):
-            self.last = Seen.of(cache)
-            weakref.finalize(cache, self.release, self.last)
-        seen = self.last
-        key = key_of(leaves, seen), self.address()
+            return self.run_untraced(**inputs)
+        if self.snapshot is None or not self.snapshot.is_of(cache):
+            self.snapshot = CacheSnapshot.of(cache)
+            weakref.finalize(cache, self.release, self.snapshot)
+        snapshot = self.snapshot
+        key = cache_key(leaves, snapshot), self.address()
         tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
-        if key not in self.known:
-            return self.recorded(leaves, tensors, cache, key)
-        decoder = self.known[key]
+        if key not in self.decoders:
+            return self.trace(leaves, tensors, cache, key)
+        decoder = self.decoders[key]
         if decoder is None:
-            return self.plainly(**inputs)
-        if decoder.seen is not seen:
-            decoder.step.bind(seen.state)
-            decoder.seen = seen
-        if not decoder.proved:
-            return self.proved(decoder, inputs, tensors, cache, key)
+            return self.run_untraced(**inputs)
+        if decoder.snapshot is not snapshot:
+            decoder.step.bind(snapshot.state)
+            decoder.snapshot = snapshot
+        if not decoder.verified:
+            return self.verify(decoder, inputs, tensors, cache, key)
         return decoder.run(tensors, cache)
 
     def forget(self) -> None:
@@ -118,92 +132,100 @@ class RecordedDecoding:
         self.known, self.last, self.place = {}, None, None
 
     def address(self) -> int:
-        """The address of a parameter, which changes when the model is moved."""
-        if self.place is None:  # finding it takes longer than a layer
+        """Return the address of a parameter, which changes when the model is moved."""
+        if self.parameter_place is None:  # the search takes longer than a layer
             name, _ = next(self.model.named_parameters())
             owner, _, leaf = name.rpartition(".")
-            self.place = self.model.get_submodule(owner), leaf
-        module, leaf = self.place
+            self.parameter_place = self.model.get_submodule(owner), leaf
+        module, leaf = self.parameter_place
         parameter: Tensor = getattr(module, leaf)
         return parameter.data_ptr()
 
-    def release(self, seen: Seen) -> None:
-        """Forget a cache that is no longer there, with the memory of its keys and values."""
-        self.last = None if self.last is seen else self.last
-        for decoder in self.known.values():
-            if decoder is not None and decoder.seen is seen:
+    def release(self, snapshot: CacheSnapshot) -> None:
+        """Release the keys and values of a cache that was deleted."""
+        self.snapshot = None if self.snapshot is snapshot else self.snapshot
+        for decoder in self.decoders.values():
+            if decoder is not None and decoder.snapshot is snapshot:
                 decoder.step.release()
-                decoder.seen = None
+                decoder.snapshot = None
 
-    def plainly(self, **inputs: Any) -> Any:
-        """The outputs of a step that is not recorded."""
-        run = self.otherwise or partial(type(self.model).__call__, self.model)
+    def run_untraced(self, **inputs: Any) -> Any:
+        """Compute the outputs of a step without tracing."""
+        run = self.fallback or partial(type(self.model).__call__, self.model)
         return run(**inputs)
 
-    def recorded(
+    def trace(
         self, leaves: Mapping[tuple[str, ...], Any], tensors: list[Tensor], cache: StaticCache, key: Hashable
     ) -> Any:
-        """The outputs of a step that is recorded now."""
+        """Trace a step, and return the outputs of the traced call."""
         result: list[Any] = []
 
-        def step(*given: Tensor) -> list[Tensor]:
-            found = type(self.model).__call__(self.model, **joined(leaves, given))
-            names = [name for name, value in found.items() if isinstance(value, Tensor)]
-            result[:] = type(found), names, {k: v for k, v in found.items() if k not in names}
-            return [found[name] for name in names]
+        def step(*step_inputs: Tensor) -> list[Tensor]:
+            outputs = type(self.model).__call__(self.model, **unflatten_arguments(leaves, step_inputs))
+            names = [name for name, value in outputs.items() if isinstance(value, Tensor)]
+            result[:] = type(outputs), names, {k: v for k, v in outputs.items() if k not in names}
+            return [outputs[name] for name in names]
 
-        before, state = scalars_of(cache), state_of(cache)
-        kept = [tensor.clone() for tensor in state]
+        scalars, state = scalars_of(cache), state_of(cache)
+        saved_state = [tensor.clone() for tensor in state]
         try:
             prepare(self.model)
-            recorded = RecordedStep(step, tensors, state)
-            output, names, others = result
-            if any(value is not None and value is not cache for value in others.values()):
-                raise NotRecordedError(f"outputs {', '.join(others)}")
-            advanced = advances(before, scalars_of(cache))
+            traced_step = TracedStep(step, tensors, state)
+            output, names, other_outputs = result
+            if any(value is not None and value is not cache for value in other_outputs.values()):
+                raise UntraceableError(f"outputs {', '.join(other_outputs)}")
+            counters = counter_increments(scalars, scalars_of(cache))
             if [tensor.data_ptr() for tensor in state_of(cache)] != [tensor.data_ptr() for tensor in state]:
-                raise NotRecordedError("the cache gets other tensors in each step")
+                raise UntraceableError("the cache gets other tensors in each step")
         except FAILURES as error:
-            expected = isinstance(error, NotRecordedError)
-            self.refuse(key, str(error) if expected else repr(error), logging.INFO if expected else logging.WARNING)
-            restore(cache, state, kept, before)
-            return self.plainly(**joined(leaves, tensors))
-        if len(self.known) >= MOST:
-            self.known.pop(next(iter(self.known)))
-        caches = [name for name, value in others.items() if value is cache]
-        self.known[key] = Decoder(recorded, advanced, output, names, caches, self.last)
-        return output(**dict(zip(names, recorded.first, strict=True)), **others)
+            is_untraceable = isinstance(error, UntraceableError)
+            self.refuse(
+                key, str(error) if is_untraceable else repr(error), logging.INFO if is_untraceable else logging.WARNING
+            )
+            restore(cache, state, saved_state, scalars)
+            return self.run_untraced(**unflatten_arguments(leaves, tensors))
+        if len(self.decoders) >= MAX_STEPS:
+            self.decoders.pop(next(iter(self.decoders)))
+        caches = [name for name, value in other_outputs.items() if value is cache]
+        self.decoders[key] = Decoder(traced_step, counters, output, names, caches, self.snapshot)
+        return output(**dict(zip(names, traced_step.first_outputs, strict=True)), **other_outputs)
 
-    def proved(
+    def verify(
         self, decoder: Decoder, inputs: Mapping[str, Any], tensors: list[Tensor], cache: StaticCache, key: Hashable
     ) -> Any:
-        """The outputs of the model, with which those of the instructions are compared."""
-        before, state = scalars_of(cache), state_of(cache)
-        kept = [tensor.clone() for tensor in state]
-        found = decoder.run(tensors, cache)
-        changed = [tensor.clone() for tensor in state]
-        restore(cache, state, kept, before)
-        wanted = type(self.model).__call__(self.model, **inputs)
-        pairs = [(found[name], wanted[name]) for name in decoder.names] + list(zip(changed, state, strict=True))
-        worst = max(distance(one, other) for one, other in pairs)
-        log.debug("a recorded step differs by %.2g", worst)
-        decoder.proved = worst <= self.far
-        if not decoder.proved:
-            self.refuse(key, f"the outputs of a recorded step differ by {worst:.2g}", logging.WARNING)
-        return wanted
+        """Compare the outputs of a traced step with those of the model, and return those of the model."""
+        scalars, state = scalars_of(cache), state_of(cache)
+        saved_state = [tensor.clone() for tensor in state]
+        traced_outputs = decoder.run(tensors, cache)
+        traced_state = [tensor.clone() for tensor in state]
+        restore(cache, state, saved_state, scalars)
+        model_outputs = type(self.model).__call__(self.model, **inputs)
+        pairs = [(traced_outputs[name], model_outputs[name]) for name in decoder.names] + list(
+            zip(traced_state, state, strict=True)
+        )
+        error = max(relative_error(actual, expected) for actual, expected in pairs)
+        log.debug("a traced step differs by %.2g", error)
+        decoder.verified = error <= self.tolerance
+        if not decoder.verified:
+            self.refuse(key, f"the outputs of a traced step differ by {error:.2g}", logging.WARNING)
+        return model_outputs
 
     def refuse(self, key: Hashable, reason: str, level: int) -> None:
-        """Compute steps of this kind otherwise from now on."""
-        self.reason, self.known[key] = reason, None
-        log.log(level, "decoding is not recorded: %s", reason)
+        """Compute steps with this key without tracing from now on."""
+        self.reason, self.decoders[key] = reason, None
+        log.log(level, "decoding is not traced: %s", reason)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a step depends on of a cache, as long as that has the same tensors.
+class CacheSnapshot:
+    """The state of a cache on which a step depends; valid as long as the cache has the same tensors.
 
-    state: all of them. keys: those of each layer. layers: stands for kinds and shapes. counted: the layers with a
-    sliding window.
+    Attributes:
+        cache: the cache.
+        state: all tensors of the cache.
+        keys: keys of each layer.
+        layers: stands for the classes and shapes of the layers.
+        counted: layers with a sliding window.
     """
 
     cache: weakref.ref[StaticCache]
@@ -213,49 +235,49 @@ class Seen:
     counted: list[Any]
 
     def is_of(self, cache: StaticCache) -> bool:
-        """Whether it is still what this cache is."""
+        """Return whether the snapshot still matches the cache."""
         return cache is self.cache() and all(a.keys is b for a, b in zip(layers_of(cache), self.keys, strict=True))
 
     @classmethod
-    def of(cls, cache: StaticCache) -> Seen:
-        """Look at a cache."""
+    def of(cls, cache: StaticCache) -> CacheSnapshot:
+        """Take a snapshot of a cache."""
         layers = tuple(
             (type(layer), tuple((v.shape, v.dtype) for v in vars(layer).values() if isinstance(v, Tensor)))
             for layer in cache.layers
         )
         keys = [layer.keys for layer in layers_of(cache)]
         counted = [layer for layer in cache.layers if hasattr(layer, COUNTER)]
-        return cls(weakref.ref(cache), state_of(cache), keys, token(layers), counted)
+        return cls(weakref.ref(cache), state_of(cache), keys, interned(layers), counted)
 
     def key(self) -> Hashable:
-        """Kinds and shapes of the layers, and which sliding windows are full."""
+        """Return the classes and shapes of the layers, and which sliding windows are full."""
         return self.layers, tuple(getattr(layer, COUNTER) >= layer.max_cache_len for layer in self.counted)
 
 
 @functools.cache
-def token(layers: Hashable) -> object:
-    """An object that stands for equal descriptions, whose hash takes no time."""
+def interned(layers: Hashable) -> object:
+    """Return one object for equal descriptions; its hash is fast."""
     return object()
 
 
-def rounds_inputs(module: torch.nn.Module) -> bool:
-    """Whether a module is a layer that rounds its inputs."""
+def quantizes_activations(module: torch.nn.Module) -> bool:
+    """Return whether a module is a layer with activation quantization."""
     return isinstance(module, CompressedLinear) and module.rounding is not None
 
 
-def leaves_of(inputs: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """The arguments of a call by name, those of dictionaries by two names."""
-    found: dict[tuple[str, ...], Any] = {}
+def flatten_arguments(inputs: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the arguments of a call by name; those in dictionaries by two names."""
+    leaf_by_name: dict[tuple[str, ...], Any] = {}
     for name, value in inputs.items():
         if isinstance(value, dict):
-            found |= {(name, inner): leaf for inner, leaf in value.items()}
+            leaf_by_name |= {(name, inner): leaf for inner, leaf in value.items()}
         else:
-            found[name,] = value
-    return found
+            leaf_by_name[name,] = value
+    return leaf_by_name
 
 
 def cache_of(leaves: Mapping[tuple[str, ...], Any]) -> StaticCache | None:
-    """The cache of a call for one more token per sequence; None for other calls."""
+    """Return the cache of a call for one more token per sequence; None for other calls."""
     caches = [leaf for leaf in leaves.values() if isinstance(leaf, Cache)]
     ids = leaves.get(("input_ids",))
     if len(caches) != 1 or not isinstance(caches[0], StaticCache) or not isinstance(ids, Tensor) or ids.shape[-1] != 1:
@@ -263,74 +285,80 @@ def cache_of(leaves: Mapping[tuple[str, ...], Any]) -> StaticCache | None:
     cache: StaticCache = caches[0]
     if not all(isinstance(leaf, Tensor | Cache | bool | int | float | str | None) for leaf in leaves.values()):
         return None
-    known = all(isinstance(layer, StaticLayer) and layer.is_initialized for layer in cache.layers)
-    return cache if ids.is_cpu and known else None
+    has_static_layers = all(isinstance(layer, StaticLayer) and layer.is_initialized for layer in cache.layers)
+    return cache if ids.is_cpu and has_static_layers else None
 
 
-def key_of(leaves: Mapping[tuple[str, ...], Any], seen: Seen) -> Hashable:
-    """What tells calls apart that need other instructions."""
-    found = [
+def cache_key(leaves: Mapping[tuple[str, ...], Any], snapshot: CacheSnapshot) -> Hashable:
+    """Return the cache key of a call: shapes, dtypes and flags that select a traced step."""
+    signature = [
         (name, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (name, leaf)
         for name, leaf in leaves.items()
         if not isinstance(leaf, Cache)
     ]
-    return tuple(found), seen.key(), torch.get_float32_matmul_precision()
+    return tuple(signature), snapshot.key(), torch.get_float32_matmul_precision()
 
 
-def joined(leaves: Mapping[tuple[str, ...], Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
-    """The arguments of a call with other tensors."""
-    found: dict[str, Any] = {}
-    rest = iter(tensors)
+def unflatten_arguments(leaves: Mapping[tuple[str, ...], Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """Return the arguments of a call with other tensors."""
+    arguments: dict[str, Any] = {}
+    remaining = iter(tensors)
     for names, leaf in leaves.items():
-        value = next(rest) if isinstance(leaf, Tensor) else leaf
+        value = next(remaining) if isinstance(leaf, Tensor) else leaf
         if len(names) == 1:
-            found[names[0]] = value
+            arguments[names[0]] = value
         else:
-            found.setdefault(names[0], {})[names[1]] = value
-    return found
+            arguments.setdefault(names[0], {})[names[1]] = value
+    return arguments
 
 
 def state_of(cache: StaticCache) -> list[Tensor]:
-    """All tensors of a cache."""
+    """Return all tensors of a cache."""
     return [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
 
 
 def layers_of(cache: StaticCache) -> list[Any]:
-    """The layers of a cache."""
+    """Return the layers of a cache."""
     return list(cache.layers)
 
 
 def scalars_of(cache: StaticCache) -> list[dict[str, Any]]:
-    """The Python numbers of each layer of a cache."""
+    """Return the Python numbers of each layer of a cache."""
     return [{k: v for k, v in vars(layer).items() if isinstance(v, int | float)} for layer in cache.layers]
 
 
-def advances(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
-    """The numbers of a cache that a step adds to. Raises NotRecordedError for other changes."""
-    found = []
-    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+def counter_increments(
+    old_scalars: list[dict[str, Any]], new_scalars: list[dict[str, Any]]
+) -> list[tuple[int, str, int]]:
+    """Return the counters of a cache that a step increments: layer, name and increment.
+
+    Raises:
+        UntraceableError: for other changes.
+    """
+    increments = []
+    for layer, (old, new) in enumerate(zip(old_scalars, new_scalars, strict=True)):
         for name, value in new.items():
             if value != old.get(name):
                 if name != COUNTER:
-                    raise NotRecordedError(f"{name} of the cache changes")
-                found.append((layer, name, value - old[name]))
-    return found
+                    raise UntraceableError(f"{name} of the cache changes")
+                increments.append((layer, name, value - old[name]))
+    return increments
 
 
-def restore(cache: StaticCache, state: list[Tensor], kept: list[Tensor], scalars: list[dict[str, Any]]) -> None:
-    """Let a cache be what it was."""
-    for tensor, value in zip(state, kept, strict=True):
+def restore(cache: StaticCache, state: list[Tensor], saved_state: list[Tensor], scalars: list[dict[str, Any]]) -> None:
+    """Restore a cache to a saved state."""
+    for tensor, value in zip(state, saved_state, strict=True):
         tensor.copy_(value)
     for layer, values in zip(cache.layers, scalars, strict=True):
         vars(layer).update(values)
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """How far a tensor is from another, relative to the length of that."""
-    if not wanted.dtype.is_floating_point:
-        return 0.0 if torch.equal(found, wanted) else float("inf")
-    finite = wanted.isfinite()
-    if not torch.equal(finite, found.isfinite()):
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two tensors, relative to the norm of the expected tensor."""
+    if not expected.dtype.is_floating_point:
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    finite = expected.isfinite()
+    if not torch.equal(finite, actual.isfinite()):
         return float("inf")
-    one, other = found[finite].double(), wanted[finite].double()
-    return float((one - other).norm() / other.norm().clamp(min=1e-30))
+    actual_values, expected_values = actual[finite].double(), expected[finite].double()
+    return float((actual_values - expected_values).norm() / expected_values.norm().clamp(min=1e-30))

@@ -1,4 +1,4 @@
-"""`generate` of transformers with recorded decoding: a cache of a fixed length where that fits, and its steps."""
+"""transformers' `generate` with traced decoding: a static cache where the call allows it, and its traced steps."""
 
 from __future__ import annotations
 
@@ -13,107 +13,126 @@ from transformers import PreTrainedModel
 from compress.decode.arguments import StepArguments
 from compress.decode.caches import LENGTHS as LENGTHS
 from compress.decode.caches import DecodingCache, DecodingWindow, StoredLayer
-from compress.decode.decoding import RecordedDecoding
+from compress.decode.decoding import TracedDecoding
 from compress.kernels import dispatch
 from compress.models.computation import widened_from
 from compress.models.kinds.objective import text_config
 
 LARGEST_CACHE = 1 << 30
-"""Bytes of a cache that is made for the longest text that a call may generate; a larger one grows with the text."""
+"""Largest size in bytes of a static cache for the longest text of a call; a larger cache grows with the text."""
 MODES = "greedy_search", "sample"
-"""What `generate` may do with recorded steps; beams, and the model that checks a draft, take steps of another form."""
+"""Supported generation modes; steps of beam search, and of the model that checks a draft, have other shapes."""
 HOOKS = (
     "_prepare_cache_for_generation",
     "_valid_auto_compile_criteria",
     "get_compiled_call",
     "prepare_inputs_for_generation",
 )
-"""The methods of transformers that make the cache of a call, the forward pass of its steps, and their arguments."""
+"""The methods of transformers that create the cache of a call, its decode steps and their arguments."""
 NAMES = "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"
 
 
-class RecordedGeneration:
-    """The recorded decoding of a model's `generate`.
+class TracedGeneration:
+    """The traced decoding of a model's `generate`.
 
-    A call that brings another cache, names one, searches with beams, checks a draft, or whose cache would be larger
-    than `LARGEST_CACHE`, is that of transformers. So is a call in plain torch (`dispatch.plain_torch`), and a draft by
-    a model with sliding windows.
+    transformers handles a call with a cache object or a cache name, with beam search or assisted generation, and with a
+    cache that would be larger than `LARGEST_CACHE`. It also handles calls in plain torch (`dispatch.plain_torch`), and
+    drafts by a model with sliding windows.
+
+    Attributes:
+        model: the model.
+        decoding: forward pass of decode steps.
+        arguments: prepares the arguments of decode steps.
     """
 
-    def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any] | None = None) -> None:
-        """otherwise: computes steps that are not recorded; None: the model."""
+    def __init__(self, model: PreTrainedModel, fallback: Callable[..., Any] | None = None) -> None:
+        """Create the traced decoding.
+
+        Args:
+            model: the model.
+            fallback: computes steps that are not traced; None for the model.
+        """
         self.model = model
-        self.decoding = RecordedDecoding(model, otherwise)
+        self.decoding = TracedDecoding(model, fallback)
         self.arguments = StepArguments(model)
-        self.ends: list[Any] = []
+        self.embeddings: list[Any] = []
 
     def install(self) -> bool:
-        """Let `model.generate` decode so; returns whether this version of transformers can."""
-        kind: Any = type(self.model)
-        prepare = getattr(kind, HOOKS[0], None)
-        if prepare is None or not all(hasattr(kind, name) for name in HOOKS):
+        """Install the hooks of `model.generate`.
+
+        Returns:
+            Whether this version of transformers supports the hooks.
+        """
+        model_class: Any = type(self.model)
+        prepare = getattr(model_class, HOOKS[0], None)
+        if prepare is None or not all(hasattr(model_class, name) for name in HOOKS):
             return False
         if tuple(inspect.signature(prepare).parameters)[1:] != NAMES:
             return False
-        own = self.prepare_cache, self.is_recorded, self.call_of, self.arguments_of
-        vars(self.model).update(zip(HOOKS, own, strict=True))
+        hooks = self.prepare_cache, self.is_traced, self.call_of, self.arguments_of
+        vars(self.model).update(zip(HOOKS, hooks, strict=True))
         return True
 
-    def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
-        """Make the cache of a call; given: the arguments of the model, which get it."""
-        ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        if len(self.ends) != len(ends) or any(a is not b for a, b in zip(ends, self.ends, strict=True)):
-            self.decoding.forget()  # embedding and head can be replaced, as by `resize_token_embeddings`
-            self.ends = ends
-        # Steps that cannot be recorded would convert all keys and values each time.
+    def prepare_cache(self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+        """Create the cache of a call, and add it to `model_kwargs`."""
+        embeddings = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        replaced = any(new is not old for new, old in zip(embeddings, self.embeddings, strict=False))
+        if replaced or len(self.embeddings) != len(embeddings):
+            self.decoding.forget()  # embedding and LM head can be replaced, as by `resize_token_embeddings`
+            self.embeddings = embeddings
+        # Steps that are not traced would cast all keys and values every time.
         dtype = cache_dtype(self.model) if self.decoding.reason is None else self.model.dtype
-        if self.fits(config, given, mode) and cache_bytes(self.model, batch, length, dtype) <= LARGEST_CACHE:
+        if self.fits(config, model_kwargs, mode) and cache_bytes(self.model, batch, length, dtype) <= LARGEST_CACHE:
             cache = fixed_cache(self.model, -(-length // LENGTHS) * LENGTHS, dtype)
-            # Drafts are cropped, which a full window allows only where it keeps older tokens, too.
-            windows = cache is not None and any(isinstance(layer, DecodingWindow) for layer in cache.layers)
-            if cache is not None and not (windows and getattr(config, "is_assistant", False)):
-                given["past_key_values"] = cache
+            # Drafts are cropped, which a full window allows only if it keeps older tokens.
+            has_windows = cache is not None and any(isinstance(layer, DecodingWindow) for layer in cache.layers)
+            if cache is not None and not (has_windows and getattr(config, "is_assistant", False)):
+                model_kwargs["past_key_values"] = cache
                 return
-        getattr(type(self.model), HOOKS[0])(self.model, config, given, mode, batch, length)
+        getattr(type(self.model), HOOKS[0])(self.model, config, model_kwargs, mode, batch, length)
 
-    def fits(self, config: Any, given: dict[str, Any], mode: Any) -> bool:
-        """Whether a call decodes by recorded steps."""
+    def fits(self, config: Any, model_kwargs: dict[str, Any], mode: Any) -> bool:
+        """Return whether a call decodes by traced steps."""
         model: Any = self.model
-        if given.get("past_key_values") is not None or config.use_cache is False or dispatch.in_plain_torch():
+        if model_kwargs.get("past_key_values") is not None or config.use_cache is False or dispatch.in_plain_torch():
             return False
         if config.cache_implementation is not None or mode not in MODES or model.config.is_encoder_decoder:
             return False
         on_cpu = next(model.parameters()).device.type == "cpu" and not torch.is_grad_enabled()
         return on_cpu and model._supports_default_dynamic_cache()
 
-    def is_recorded(self, given: dict[str, Any], config: Any) -> bool:
-        """Whether the steps of a call are those of `call_of`."""
-        if isinstance(given.get("past_key_values"), DecodingCache):
+    def is_traced(self, model_kwargs: dict[str, Any], config: Any) -> bool:
+        """Return whether the steps of a call are those of `call_of`."""
+        if isinstance(model_kwargs.get("past_key_values"), DecodingCache):
             return True
-        return bool(getattr(type(self.model), HOOKS[1])(self.model, given, config))
+        return bool(getattr(type(self.model), HOOKS[1])(self.model, model_kwargs, config))
 
     def call_of(self, config: Any) -> Callable[..., Any]:
-        """The forward pass of decoding steps."""
+        """Return the forward pass of decode steps."""
         return self.decoding
 
     def arguments_of(self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of a forward pass. transformers reads the names of the parameters."""
-        given = kwargs if inputs_embeds is None else {**kwargs, "inputs_embeds": inputs_embeds}
+        """Prepare the arguments of a forward pass. transformers inspects the names of the parameters."""
+        model_kwargs = kwargs if inputs_embeds is None else {**kwargs, "inputs_embeds": inputs_embeds}
         cache = kwargs.get("past_key_values")
         if isinstance(cache, DecodingCache):
             cache.reserve(kwargs.get("next_sequence_length") or 0)
-            return self.arguments(input_ids, given)
-        return self.arguments.plainly(input_ids, given)
+            return self.arguments(input_ids, model_kwargs)
+        return self.arguments.prepare_with_transformers(input_ids, model_kwargs)
 
 
 def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> DecodingCache | None:
-    """A cache for so many tokens; None for a model that keeps other states than keys and values."""
+    """Create a cache for `length` tokens; None for a model that has other states than keys and values."""
     cache = DecodingCache(model, length, dtype)
     return cache if all(isinstance(layer, StoredLayer) for layer in cache.layers) else None
 
 
 def cache_bytes(model: PreTrainedModel, batch: int, length: int, dtype: torch.dtype) -> float:
-    """Bytes of a cache of keys and values, about: as if all layers had those of the first; infinite if not known."""
+    """Estimate the size in bytes of a cache of keys and values, with the shapes of the first layer for all layers.
+
+    Returns:
+        Infinity for a model whose config has no number of heads.
+    """
     config: Any = text_config(model.config)
     count = getattr(config, "num_attention_heads", None)
     if not isinstance(count, int):
@@ -124,9 +143,9 @@ def cache_bytes(model: PreTrainedModel, batch: int, length: int, dtype: torch.dt
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of keys and values: that of the checkpoint where its activations are wider.
+    """Return the dtype of keys and values: that of the checkpoint if the activations are wider.
 
-    Attention by other code than torch's would convert all of them in each step, so they then have that of the model.
+    Attention other than torch's would cast all keys and values in each step; they then have the dtype of the model.
     """
     fused = getattr(text_config(model.config), "_attn_implementation", None) == "sdpa"
     return torch.bfloat16 if fused and widened_from(model) is torch.bfloat16 else model.dtype

@@ -1,4 +1,4 @@
-"""Where the values of a recorded step are, and the operands of its instructions."""
+"""The memory layout of the values of a traced step, and the operands of its instructions."""
 
 from __future__ import annotations
 
@@ -12,34 +12,46 @@ from torch import Tensor
 from compress.native.steps import DIMENSIONS
 
 
-class NotRecordedError(Exception):
-    """A step that cannot be recorded, and why."""
+class UntraceableError(Exception):
+    """A step that cannot be traced, and the reason."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of a step: a tensor that is given, or bytes that a value needs between two instructions.
+    """Memory of a step: an external tensor, or bytes that a value needs between two instructions.
 
-    last: the last instruction that uses the bytes. place: their place in the memory of the step.
+    Attributes:
+        tensor: the external tensor, or None.
+        size: size in bytes.
+        first_use: first instruction that uses the bytes.
+        last_use: last instruction that uses the bytes.
+        offset: offset of the bytes in the memory of the step.
     """
 
     tensor: Tensor | None
     size: int
-    first: int = 0
-    last: int = 0
-    place: int = -1
+    first_use: int = 0
+    last_use: int = 0
+    offset: int = -1
 
     def is_at(self, tensor: Tensor) -> bool:
-        """Whether it is a given tensor that begins where another does."""
+        """Return whether the buffer is an external tensor with the same address as `tensor`."""
         return self.tensor is not None and self.tensor.data_ptr() == tensor.data_ptr()
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of a step: numbers of a buffer from `offset` on.
+    """A tensor of a step, stored in a buffer.
 
-    offset, strides: in numbers. constant: the same in every step. shared: of keys or values [batch, heads, keys, width]
-    that attention alone reads, and whose heads are repeated: [batch, fewer heads, repeats, keys, width].
+    Attributes:
+        buffer: memory of the value.
+        sizes: shape of the tensor.
+        strides: strides in elements.
+        dtype: dtype of the tensor.
+        offset: offset in the buffer in elements.
+        constant: whether the value is the same in every step.
+        shared: for keys or values [batch, heads, keys, width] with repeated heads that only attention reads, the value
+            [batch, key heads, repeats, keys, width] before the repetition.
     """
 
     buffer: Buffer
@@ -52,66 +64,90 @@ class Value:
 
     @property
     def count(self) -> int:
-        """The number of its numbers."""
+        """The number of elements."""
         return prod(self.sizes)
 
     def as_tensor(self, memory: Tensor) -> Tensor:
-        """The value as a tensor. memory: the tensor of its buffer, or the bytes of the step."""
+        """Return the value as a tensor.
+
+        Args:
+            memory: tensor of the buffer, or the memory of the step.
+        """
         assert self.shared is None, "attention alone reads shared heads"
         if self.buffer.tensor is None:
-            memory = memory[self.buffer.place : self.buffer.place + self.buffer.size]
+            memory = memory[self.buffer.offset : self.buffer.offset + self.buffer.size]
         if memory.dtype is not self.dtype:
             memory = memory.flatten().view(self.dtype)
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
 
     def expanded(self, sizes: Sequence[int]) -> Value:
-        """The value with more dimensions and repeated ones, without a copy."""
-        missing = len(sizes) - len(self.sizes)
-        own = zip(self.sizes, self.strides, sizes[missing:], strict=True)
-        strides = [0] * missing + [0 if size == 1 and wanted != 1 else stride for size, stride, wanted in own]
+        """Broadcast the value to `sizes` without a copy."""
+        added_dimensions = len(sizes) - len(self.sizes)
+        dimensions = zip(self.sizes, self.strides, sizes[added_dimensions:], strict=True)
+        strides = [0] * added_dimensions + [
+            0 if size == 1 and target != 1 else stride for size, stride, target in dimensions
+        ]
         return Value(self.buffer, tuple(sizes), tuple(strides), self.dtype, self.offset, self.constant)
 
     @property
     def contiguous(self) -> bool:
-        """Whether its numbers stand one after the other."""
-        wanted = contiguous_strides(self.sizes)
-        return all(size == 1 or a == b for size, a, b in zip(self.sizes, self.strides, wanted, strict=True))
+        """Whether the elements are contiguous in memory."""
+        expected_strides = contiguous_strides(self.sizes)
+        return all(size == 1 or a == b for size, a, b in zip(self.sizes, self.strides, expected_strides, strict=True))
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides of numbers that stand one after the other."""
+    """Return the strides of a contiguous tensor."""
     return tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
 @dataclass(eq=False)
 class Shape:
-    """The dimensions of an instruction: sizes, and the strides of each operand, `DIMENSIONS` of them."""
+    """The dimensions of an instruction; both lists have `DIMENSIONS` entries per operand.
+
+    Attributes:
+        sizes: size of each dimension.
+        strides: strides of each operand.
+    """
 
     sizes: list[int]
     strides: list[list[int]]
 
 
-def collapsed(sizes: Sequence[int], strides: Sequence[Sequence[int]], last: int = 0) -> Shape:
-    """Join dimensions that all operands take in one, and pad with dimensions of one number in front.
+def collapse_dimensions(sizes: Sequence[int], strides: Sequence[Sequence[int]], trailing: int = 0) -> Shape:
+    """Join dimensions that are contiguous in all operands, and pad with leading dimensions of size one.
 
-    last: this many dimensions at the end stay apart from those before them. Raises NotRecordedError if too many remain.
+    Args:
+        sizes: size of each dimension.
+        strides: strides of each operand.
+        trailing: number of dimensions at the end that are not joined with earlier ones.
+
+    Raises:
+        UntraceableError: if more than `DIMENSIONS` dimensions remain.
     """
-    head = len(sizes) - last
-    kept: list[int] = []
-    found: list[list[int]] = [[] for _ in strides]
+    head = len(sizes) - trailing
+    joined_sizes: list[int] = []
+    joined_strides: list[list[int]] = [[] for _ in strides]
     for i, size in enumerate(sizes):
         if size == 1 and i < head:
             continue
-        joins = bool(kept) and i != head and all(s[-1] == o[i] * size for s, o in zip(found, strides, strict=True))
-        if joins:
-            kept[-1] *= size
-            for s, o in zip(found, strides, strict=True):
-                s[-1] = o[i]
+        can_join = (
+            bool(joined_sizes)
+            and i != head
+            and all(
+                operand_strides[-1] == original[i] * size
+                for operand_strides, original in zip(joined_strides, strides, strict=True)
+            )
+        )
+        if can_join:
+            joined_sizes[-1] *= size
+            for operand_strides, original in zip(joined_strides, strides, strict=True):
+                operand_strides[-1] = original[i]
             continue
-        kept.append(size)
-        for s, o in zip(found, strides, strict=True):
-            s.append(o[i])
-    if len(kept) > DIMENSIONS:
-        raise NotRecordedError(f"an operation has {len(kept)} dimensions")
-    missing = DIMENSIONS - len(kept)
-    return Shape([1] * missing + kept, [[0] * missing + s for s in found])
+        joined_sizes.append(size)
+        for operand_strides, original in zip(joined_strides, strides, strict=True):
+            operand_strides.append(original[i])
+    if len(joined_sizes) > DIMENSIONS:
+        raise UntraceableError(f"an operation has {len(joined_sizes)} dimensions")
+    padding = DIMENSIONS - len(joined_sizes)
+    return Shape([1] * padding + joined_sizes, [[0] * padding + operand_strides for operand_strides in joined_strides])

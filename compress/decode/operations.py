@@ -1,4 +1,4 @@
-"""How operations of torch become instructions: a table by operation."""
+"""The table of handlers that lower operations of torch to instructions."""
 
 from __future__ import annotations
 
@@ -10,186 +10,195 @@ import torch
 from torch.fx import Node
 
 from compress.decode.attention import ATTENTION, SHAPES
-from compress.decode.layout import NotRecordedError, Value, collapsed
+from compress.decode.layout import UntraceableError, Value, collapse_dimensions
 from compress.decode.lower import Lowering
 from compress.decode.products import PRODUCTS
 
 aten = torch.ops.aten
 
-ONE: dict[str, str] = {
-    "neg": "negative",
-    "abs": "absolute",
-    "sqrt": "root",
-    "rsqrt": "inverse_root",
-    "reciprocal": "inverse",
-    "exp": "exp",
-    "log": "log",
-    "sin": "sin",
-    "cos": "cos",
-    "tanh": "tanh",
-    "sigmoid": "sigmoid",
-    "silu": "silu",
-    "relu": "relu",
-    "logical_not": "not",
-}
-"""Operations of one number by their names in torch."""
-TWO: dict[str, str] = {
-    "add": "add",
-    "sub": "subtract",
-    "mul": "multiply",
-    "div": "divide",
-    "lt": "below",
-    "le": "at_most",
-    "gt": "above",
-    "ge": "at_least",
-    "eq": "equal",
-    "ne": "unequal",
-    "minimum": "lesser",
-    "maximum": "greater",
-    "logical_and": "and",
-    "logical_or": "or",
-    "bitwise_and": "and",
-    "bitwise_or": "or",
-}
-"""Operations of two numbers by their names in torch."""
-OF_BITS = ("bitwise_and", "bitwise_or")
-"""Those that are logic for booleans alone."""
+UNARY = (
+    "neg",
+    "abs",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "relu",
+    "logical_not",
+)
+"""Elementwise operations of one tensor."""
+BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "minimum",
+    "maximum",
+    "logical_and",
+    "logical_or",
+)
+"""Elementwise operations of two tensors."""
+BITWISE = {"bitwise_and": "logical_and", "bitwise_or": "logical_or"}
+"""Bitwise operations, which are logical ones for booleans."""
+IN_PLACE = ("add", "sub", "mul", "div")
+"""Binary operations whose in-place variants have a handler."""
 
 
-def like(lowering: Lowering, node: Node) -> Value:
-    """The value that a node makes: a new one with its sizes and dtype."""
-    return lowering.fresh(node.meta["val"].shape, node.meta["val"].dtype)
+def empty_like(lowering: Lowering, node: Node) -> Value:
+    """Create a value with the sizes and the dtype of a node's result."""
+    return lowering.empty(node.meta["val"].shape, node.meta["val"].dtype)
 
 
-def operands(lowering: Lowering, *given: Any) -> list[Value]:
-    """Values of tensors and Python numbers that are computed together."""
-    values = [one for one in given if isinstance(one, Value)]
-    floats = any(one.dtype.is_floating_point for one in values) or any(isinstance(one, float) for one in given)
-    dtype = torch.float32 if floats else torch.int64
-    return [one if isinstance(one, Value) else lowering.number(one, dtype) for one in given]
+def operands(lowering: Lowering, *arguments: Any) -> list[Value]:
+    """Convert tensors and Python numbers of one operation to values."""
+    values = [argument for argument in arguments if isinstance(argument, Value)]
+    has_floats = any(argument.dtype.is_floating_point for argument in values) or any(
+        isinstance(argument, float) for argument in arguments
+    )
+    dtype = torch.float32 if has_floats else torch.int64
+    return [argument if isinstance(argument, Value) else lowering.scalar(argument, dtype) for argument in arguments]
 
 
-def of_one(name: str) -> Callable[..., Value]:
-    """The handler of an operation of one number."""
+def unary(name: str) -> Callable[..., Value]:
+    """Return the handler of an elementwise operation of one tensor."""
 
     def handle(lowering: Lowering, node: Node, x: Value) -> Value:
-        return lowering.map(name, like(lowering, node), [x])
+        return lowering.map(name, empty_like(lowering, node), [x])
 
     return handle
 
 
-def of_two(name: str, place: bool = False) -> Callable[..., Value]:
-    """The handler of an operation of two numbers. place: the first one is changed."""
+def binary(name: str, is_in_place: bool = False) -> Callable[..., Value]:
+    """Return the handler of an elementwise operation of two tensors.
 
-    def handle(lowering: Lowering, node: Node, x: Any, y: Any, *, alpha: Any = 1, **other: Any) -> Value:
-        if other:
-            raise NotRecordedError(f"{node.target} with {', '.join(other)}")
+    Args:
+        name: name of the instruction.
+        is_in_place: whether the first tensor is changed.
+    """
+
+    def handle(lowering: Lowering, node: Node, x: Any, y: Any, *, alpha: Any = 1, **options: Any) -> Value:
+        if options:
+            raise UntraceableError(f"{node.target} with {', '.join(options)}")
         if alpha != 1:
             if isinstance(y, Value):
-                raise NotRecordedError(f"{node.target} with a factor")
+                raise UntraceableError(f"{node.target} with a factor")
             y = y * alpha
-        return lowering.map(name, x if place else like(lowering, node), operands(lowering, x, y))
+        return lowering.map(name, x if is_in_place else empty_like(lowering, node), operands(lowering, x, y))
 
     return handle
 
 
-def subtracted_from(lowering: Lowering, node: Node, x: Value, y: Any, alpha: Any = 1) -> Value:
-    """y - x."""
+def rsub(lowering: Lowering, node: Node, x: Value, y: Any, alpha: Any = 1) -> Value:
+    """Lower y - x."""
     if alpha != 1:
-        raise NotRecordedError(f"{node.target} with a factor")
-    return lowering.map("subtract", like(lowering, node), operands(lowering, y, x))
+        raise UntraceableError(f"{node.target} with a factor")
+    return lowering.map("sub", empty_like(lowering, node), operands(lowering, y, x))
 
 
-def booleans(handler: Callable[..., Value]) -> Callable[..., Value]:
-    """A handler that takes booleans alone."""
+def logical_only(handler: Callable[..., Value]) -> Callable[..., Value]:
+    """Wrap a handler so that it accepts booleans only."""
 
     def handle(lowering: Lowering, node: Node, *args: Any) -> Value:
-        if any(isinstance(one, Value) and one.dtype is not torch.bool for one in args):
-            raise NotRecordedError(f"{node.target} of integers")
+        if any(isinstance(argument, Value) and argument.dtype is not torch.bool for argument in args):
+            raise UntraceableError(f"{node.target} of integers")
         return handler(lowering, node, *args)
 
     return handle
 
 
-def power(lowering: Lowering, node: Node, x: Any, exponent: Any) -> Value:
-    """x to a power; squares are products."""
+def pow(lowering: Lowering, node: Node, x: Any, exponent: Any) -> Value:
+    """Lower a power; squares are products."""
     if exponent == 2 and not isinstance(exponent, Value):
-        name, given = ("square", [x]) if x.dtype.is_floating_point else ("multiply", [x, x])
-        return lowering.map(name, like(lowering, node), given)
+        name, inputs = ("square", [x]) if x.dtype.is_floating_point else ("mul", [x, x])
+        return lowering.map(name, empty_like(lowering, node), inputs)
     if not node.meta["val"].dtype.is_floating_point:
-        raise NotRecordedError("a power of integers")
-    return lowering.map("power", like(lowering, node), operands(lowering, x, exponent))
+        raise UntraceableError("a power of integers")
+    return lowering.map("pow", empty_like(lowering, node), operands(lowering, x, exponent))
 
 
 def gelu(lowering: Lowering, node: Node, x: Value, *, approximate: str = "none") -> Value:
-    """x times the normal distribution function of x, or its approximation by tanh."""
-    return lowering.map("gelu" if approximate == "none" else "gelu_tanh", like(lowering, node), [x])
+    """Lower GELU, exact or with the tanh approximation."""
+    return lowering.map("gelu" if approximate == "none" else "gelu_tanh", empty_like(lowering, node), [x])
 
 
 def clamp(lowering: Lowering, node: Node, x: Value, low: Any = None, high: Any = None) -> Value:
-    """x between two numbers, either of which may be missing."""
+    """Lower a clamp with numbers as limits, either of which may be missing."""
     if isinstance(low, Value) or isinstance(high, Value):
-        raise NotRecordedError("limits that are tensors")
-    for name, limit in (("greater", low), ("lesser", high)):
+        raise UntraceableError("limits that are tensors")
+    for name, limit in (("maximum", low), ("minimum", high)):
         if limit is not None:
-            x = lowering.map(name, like(lowering, node), operands(lowering, x, limit))
+            x = lowering.map(name, empty_like(lowering, node), operands(lowering, x, limit))
     return x
 
 
-def choose(lowering: Lowering, node: Node, mask: Value, x: Any, y: Any) -> Value:
-    """x where the mask is set, elsewhere y."""
-    return lowering.map("choose", like(lowering, node), [mask, *operands(lowering, x, y)])
+def where(lowering: Lowering, node: Node, mask: Value, x: Any, y: Any) -> Value:
+    """Lower a choice: x where the mask is True, elsewhere y."""
+    return lowering.map("where", empty_like(lowering, node), [mask, *operands(lowering, x, y)])
 
 
 def masked_fill(lowering: Lowering, node: Node, x: Value, mask: Value, value: Any) -> Value:
-    """A number where the mask is set, elsewhere x."""
-    return lowering.map("choose", like(lowering, node), [mask, *operands(lowering, value, x)])
+    """Lower a masked fill: the number where the mask is True, elsewhere x."""
+    return lowering.map("where", empty_like(lowering, node), [mask, *operands(lowering, value, x)])
 
 
-def copied_into(lowering: Lowering, node: Node, x: Value, y: Value, *_: Any) -> Value:
-    """x with the numbers of y; x is changed."""
+def copy_(lowering: Lowering, node: Node, x: Value, y: Value, *_: Any) -> Value:
+    """Lower a copy of y into x."""
     return lowering.map("copy", x, [y])
 
 
 def cat(lowering: Lowering, node: Node, tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Copies into parts of the result."""
-    out, at = like(lowering, node), 0
+    """Lower a concatenation to copies into slices of the result."""
+    out, position = empty_like(lowering, node), 0
     dim %= len(out.sizes)
-    for one in tensors:
-        if len(one.sizes) != len(out.sizes):
+    for tensor in tensors:
+        if len(tensor.sizes) != len(out.sizes):
             continue  # torch skips empty tensors of one dimension
-        offset = out.offset + at * out.strides[dim]
-        lowering.map("copy", Value(out.buffer, one.sizes, out.strides, out.dtype, offset), [one])
-        at += one.sizes[dim]
+        offset = out.offset + position * out.strides[dim]
+        lowering.map("copy", Value(out.buffer, tensor.sizes, out.strides, out.dtype, offset), [tensor])
+        position += tensor.sizes[dim]
     return out
 
 
 def stack(lowering: Lowering, node: Node, tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Copies into parts of the result, along a new dimension."""
-    out = like(lowering, node)
+    """Lower a stack to copies into slices of the result along a new dimension."""
+    out = empty_like(lowering, node)
     dim %= len(out.sizes)
-    sizes, strides = (tuple(one[:dim] + one[dim + 1 :]) for one in (out.sizes, out.strides))
-    for i, one in enumerate(tensors):
-        lowering.map("copy", Value(out.buffer, sizes, strides, out.dtype, out.offset + i * out.strides[dim]), [one])
+    sizes, strides = (tuple(dimensions[:dim] + dimensions[dim + 1 :]) for dimensions in (out.sizes, out.strides))
+    for i, tensor in enumerate(tensors):
+        lowering.map("copy", Value(out.buffer, sizes, strides, out.dtype, out.offset + i * out.strides[dim]), [tensor])
     return out
 
 
-def reduced(name: str) -> Callable[..., Value]:
-    """The handler of a sum, mean or maximum over dimensions."""
+def reduction(name: str) -> Callable[..., Value]:
+    """Return the handler of a sum, mean or maximum over dimensions."""
 
-    def handle(lowering: Lowering, node: Node, x: Value, dims: Any = None, keep: bool = False, **_: Any) -> Value:
-        out, count = like(lowering, node), len(x.sizes)
+    def handle(lowering: Lowering, node: Node, x: Value, dims: Any = None, keepdim: bool = False, **_: Any) -> Value:
+        out, count = empty_like(lowering, node), len(x.sizes)
         if not (x.dtype.is_floating_point and out.dtype.is_floating_point):
-            raise NotRecordedError("a sum of integers")
-        over = {d % count for d in (dims or range(count))}
-        kept = [d for d in range(count) if d not in over]
-        order = [*kept, *sorted(over)]
+            raise UntraceableError("a sum of integers")
+        reduced_dims = {d % count for d in (dims or range(count))}
+        remaining_dims = [d for d in range(count) if d not in reduced_dims]
+        order = [*remaining_dims, *sorted(reduced_dims)]
         strides = [0] * count
-        for place, d in enumerate(kept):
-            strides[d] = out.strides[d if keep else place]
-        shape = collapsed([x.sizes[d] for d in order], [[s[d] for d in order] for s in (strides, x.strides)], len(over))
+        for position, d in enumerate(remaining_dims):
+            strides[d] = out.strides[d if keepdim else position]
+        shape = collapse_dimensions(
+            [x.sizes[d] for d in order], [[s[d] for d in order] for s in (strides, x.strides)], len(reduced_dims)
+        )
         if any(size != 1 and stride == 0 for size, stride in zip(shape.sizes[:-1], shape.strides[0], strict=False)):
-            raise NotRecordedError("a sum over dimensions that cannot be joined")
+            raise UntraceableError("a sum over dimensions that cannot be joined")
         lowering.emit(name, shape.sizes, (out, shape.strides[0]), [(x, shape.strides[1])])
         return out
 
@@ -197,10 +206,18 @@ def reduced(name: str) -> Callable[..., Value]:
 
 
 def softmax(lowering: Lowering, node: Node, x: Value, dim: int, _: Any = None, *, safe: bool = False) -> Value:
-    """Softmax. safe: zeros where everything is masked, otherwise NaN."""
-    out, count = like(lowering, node), len(x.sizes)
+    """Lower a softmax.
+
+    Args:
+        lowering: the lowering.
+        node: the node.
+        x: input.
+        dim: dimension of the softmax.
+        safe: whether a row whose elements are all masked gives zeros instead of NaN.
+    """
+    out, count = empty_like(lowering, node), len(x.sizes)
     order = [*[d for d in range(count) if d != dim % count], dim % count]
-    shape = collapsed([x.sizes[d] for d in order], [[v.strides[d] for d in order] for v in (out, x)], 1)
+    shape = collapse_dimensions([x.sizes[d] for d in order], [[v.strides[d] for d in order] for v in (out, x)], 1)
     lowering.emit("softmax", shape.sizes, (out, shape.strides[0]), [(x, shape.strides[1])], fields={"whole": int(safe)})
     return out
 
@@ -208,128 +225,134 @@ def softmax(lowering: Lowering, node: Node, x: Value, dim: int, _: Any = None, *
 def layer_norm(
     lowering: Lowering, node: Node, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
 ) -> tuple[Value | None, ...]:
-    """The normalized rows; the statistics are not there."""
+    """Lower a layer norm whose statistics are not used."""
     if any(user.args[1] != 0 for user in node.users) or len(shape) != 1:
-        raise NotRecordedError("statistics of a layer norm")
-    out = lowering.fresh(x.sizes, node.meta["val"][0].dtype)
-    others = [None if v is None else v.expanded(x.sizes) for v in (weight, bias)]
-    known = [v for v in (out, x, *others) if v is not None]
-    found = collapsed(x.sizes, [v.strides for v in known], 1)
-    strides = dict(zip(map(id, known), found.strides, strict=True))
-    placed = [None if v is None else (v, strides[id(v)]) for v in (out, x, *others)]
-    lowering.emit("normalize", found.sizes, placed[0], placed[1:], fields={"numbers": (eps, 0.0)})
+        raise UntraceableError("statistics of a layer norm")
+    out = lowering.empty(x.sizes, node.meta["val"][0].dtype)
+    affine = [None if v is None else v.expanded(x.sizes) for v in (weight, bias)]
+    values = [v for v in (out, x, *affine) if v is not None]
+    joined = collapse_dimensions(x.sizes, [v.strides for v in values], 1)
+    strides = dict(zip(map(id, values), joined.strides, strict=True))
+    strided = [None if v is None else (v, strides[id(v)]) for v in (out, x, *affine)]
+    lowering.emit("native_layer_norm", joined.sizes, strided[0], strided[1:], fields={"numbers": (eps, 0.0)})
     return out, None, None
 
 
-def taken(lowering: Lowering, node: Node, table: Value, dim: int, index: Value) -> Value:
-    """Places of one dimension of a table."""
+def select_along(lowering: Lowering, node: Node, table: Value, dim: int, index: Value) -> Value:
+    """Select entries of one dimension of a table."""
     if index.dtype is not torch.int64:
-        raise NotRecordedError("an index that is no int64")
-    index = index if index.contiguous else lowering.copied(index)
-    out, rest = like(lowering, node), len(table.sizes) - dim - 1
-    before, after = table.sizes[:dim], table.sizes[dim + 1 :]
-    sizes = [*before, index.count, *after]
-    strides = [*out.strides[:dim], out.strides[len(out.sizes) - rest - 1], *out.strides[len(out.sizes) - rest :]]
-    along = [0] * len(sizes)
-    along[dim] = 1
+        raise UntraceableError("an index that is no int64")
+    index = index if index.contiguous else lowering.contiguous_copy(index)
+    out, trailing = empty_like(lowering, node), len(table.sizes) - dim - 1
+    leading_sizes, trailing_sizes = table.sizes[:dim], table.sizes[dim + 1 :]
+    sizes = [*leading_sizes, index.count, *trailing_sizes]
+    strides = [
+        *out.strides[:dim],
+        out.strides[len(out.sizes) - trailing - 1],
+        *out.strides[len(out.sizes) - trailing :],
+    ]
+    index_strides = [0] * len(sizes)
+    index_strides[dim] = 1
     lowering.emit(
-        "take",
+        "index_select",
         sizes,
         (out, strides),
-        [(index, along), (table, table.strides)],
+        [(index, index_strides), (table, table.strides)],
         fields={"along": dim, "limit": table.sizes[dim], "whole": int(not table.dtype.is_floating_point)},
     )
     return out
 
 
 def embedding(lowering: Lowering, node: Node, table: Value, index: Value, *_: Any) -> Value:
-    """Rows of a table."""
-    return taken(lowering, node, table, 0, index)
+    """Lower an embedding."""
+    return select_along(lowering, node, table, 0, index)
 
 
 def index_select(lowering: Lowering, node: Node, table: Value, dim: int, index: Value) -> Value:
-    """Places of one dimension."""
-    return taken(lowering, node, table, dim % len(table.sizes), index)
+    """Lower `index_select`."""
+    return select_along(lowering, node, table, dim % len(table.sizes), index)
 
 
-def indexed(lowering: Lowering, node: Node, table: Value, indices: Sequence[Value | None]) -> Value:
-    """table[index], with one index."""
-    known = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(known) != 1:
-        raise NotRecordedError("several indices")
-    return taken(lowering, node, table, *known[0])
+def index_tensor(lowering: Lowering, node: Node, table: Value, indices: Sequence[Value | None]) -> Value:
+    """Lower table[index] with one index."""
+    dims_and_indices = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(dims_and_indices) != 1:
+        raise UntraceableError("several indices")
+    return select_along(lowering, node, table, *dims_and_indices[0])
 
 
-def put(lowering: Lowering, node: Node, x: Value, dim: int, index: Value, source: Value) -> Value:
-    """x with other numbers at places of one dimension; x is changed."""
+def index_copy(lowering: Lowering, node: Node, x: Value, dim: int, index: Value, source: Value) -> Value:
+    """Lower an in-place copy to entries of one dimension of x."""
     if index.dtype is not torch.int64:
-        raise NotRecordedError("an index that is no int64")
+        raise UntraceableError("an index that is no int64")
     dim %= len(x.sizes)
-    along = [0] * len(x.sizes)
-    along[dim] = index.strides[0] if index.sizes else 0
+    index_strides = [0] * len(x.sizes)
+    index_strides[dim] = index.strides[0] if index.sizes else 0
     lowering.emit(
-        "put",
+        "index_copy",
         source.sizes,
         (x, x.strides),
-        [(index, along), (source, source.strides)],
+        [(index, index_strides), (source, source.strides)],
         fields={"along": dim, "limit": x.sizes[dim], "whole": int(not x.dtype.is_floating_point)},
     )
     return x
 
 
-def put_index(
+def index_put(
     lowering: Lowering, node: Node, x: Value, indices: Sequence[Value | None], source: Value, add: bool = False
 ) -> Value:
-    """x[index] = source, with one index."""
-    known = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(known) != 1 or add or len(known[0][1].sizes) != 1:
-        raise NotRecordedError("several indices")
-    dim, index = known[0]
+    """Lower x[index] = source with one index."""
+    dims_and_indices = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(dims_and_indices) != 1 or add or len(dims_and_indices[0][1].sizes) != 1:
+        raise UntraceableError("several indices")
+    dim, index = dims_and_indices[0]
     sizes = (*x.sizes[:dim], index.count, *x.sizes[dim + 1 :])
-    return put(lowering, node, x, dim, index, source.expanded(sizes))
+    return index_copy(lowering, node, x, dim, index, source.expanded(sizes))
 
 
 def handlers() -> dict[Any, Callable[..., Any]]:
-    """The handlers by operation of torch."""
-    found: dict[Any, Callable[..., Any]] = {**ATTENTION, **PRODUCTS}
-    for name, known in ONE.items():
-        found[getattr(aten, name).default] = of_one(known)
-    for name, known in TWO.items():
-        packet = getattr(aten, name)
-        for overload in packet.overloads():
-            if overload in ("Tensor", "Scalar", "default"):
-                made = of_two(known)
-                found[getattr(packet, overload)] = booleans(made) if name in OF_BITS else made
-        changing = getattr(aten, f"{name}_", None)
-        for overload in changing.overloads() if changing is not None and name in ("add", "sub", "mul", "div") else ():
-            if overload in ("Tensor", "Scalar"):
-                found[getattr(changing, overload)] = of_two(known, place=True)
-    return found | TABLE | SHAPES
+    """Return the handlers by operation of torch."""
+    handler_by_operation: dict[Any, Callable[..., Any]] = {**ATTENTION, **PRODUCTS}
+    for name in UNARY:
+        handler_by_operation[getattr(aten, name).default] = unary(name)
+    for name in BINARY:
+        handler_by_operation |= dict.fromkeys(_overloads(name), binary(name))
+    for name, logical in BITWISE.items():
+        handler_by_operation |= dict.fromkeys(_overloads(name), logical_only(binary(logical)))
+    for name in IN_PLACE:
+        handler_by_operation |= dict.fromkeys(_overloads(f"{name}_"), binary(name, is_in_place=True))
+    return handler_by_operation | TABLE | SHAPES
+
+
+def _overloads(name: str) -> list[Any]:
+    """Return the overloads of an operation of two tensors, or of a tensor and a number."""
+    packet = getattr(aten, name)
+    return [getattr(packet, o) for o in packet.overloads() if o in ("Tensor", "Scalar", "default")]
 
 
 TABLE: dict[Any, Callable[..., Any]] = {
-    aten.pow.Tensor_Scalar: power,
-    aten.pow.Tensor_Tensor: power,
-    aten.rsub.Scalar: subtracted_from,
-    aten.rsub.Tensor: subtracted_from,
+    aten.pow.Tensor_Scalar: pow,
+    aten.pow.Tensor_Tensor: pow,
+    aten.rsub.Scalar: rsub,
+    aten.rsub.Tensor: rsub,
     aten.gelu.default: gelu,
     aten.clamp.default: clamp,
-    aten.where.self: choose,
+    aten.where.self: where,
     aten.masked_fill.Scalar: masked_fill,
     aten.masked_fill.Tensor: masked_fill,
-    aten.copy_.default: copied_into,
-    aten.bitwise_not.default: booleans(of_one("not")),
+    aten.copy_.default: copy_,
+    aten.bitwise_not.default: logical_only(unary("logical_not")),
     aten.cat.default: cat,
     aten.stack.default: stack,
-    aten.mean.dim: reduced("mean"),
-    aten.sum.dim_IntList: reduced("sum"),
-    aten.amax.default: reduced("largest"),
+    aten.mean.dim: reduction("mean"),
+    aten.sum.dim_IntList: reduction("sum"),
+    aten.amax.default: reduction("amax"),
     aten._softmax.default: softmax,
     aten._safe_softmax.default: partial(softmax, safe=True),
     aten.native_layer_norm.default: layer_norm,
     aten.embedding.default: embedding,
     aten.index_select.default: index_select,
-    aten.index.Tensor: indexed,
-    aten.index_copy_.default: put,
-    aten.index_put_.default: put_index,
+    aten.index.Tensor: index_tensor,
+    aten.index_copy_.default: index_copy,
+    aten.index_put_.default: index_put,
 }

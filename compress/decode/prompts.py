@@ -1,4 +1,4 @@
-"""Prompts of a packed model: their attention is computed by the C++ library, which takes half the time of torch's."""
+"""The attention of prompts of a packed model by the C++ library, which takes half the time of torch's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from compress.kernels import dispatch
 from compress.kernels.cpu.attention import attends
 
-FEW = 16
-"""Tokens below which attention is left to torch; steps of one token are recorded with its operator."""
+MIN_TOKENS = 16
+"""Smallest number of tokens whose attention the C++ library computes; decode steps use torch's operator."""
 
 
 def attention(
@@ -27,40 +27,40 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """`scaled_dot_product_attention` of torch by the C++ library; None for a call that it does not compute."""
-    if dropout_p or (is_causal and attn_mask is not None) or query.shape[-2] < FEW:
+    """Compute `scaled_dot_product_attention` of torch by the C++ library; None for a call that it does not support."""
+    if dropout_p or (is_causal and attn_mask is not None) or query.shape[-2] < MIN_TOKENS:
         return None
     if not attends(query, key, value, attn_mask, enable_gqa):
         return None
-    by = query.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.compress.attend(query, key, value, attn_mask, is_causal, by)
+    scale_factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.compress.attend(query, key, value, attn_mask, is_causal, scale_factor)
 
 
 class PromptAttention(TorchFunctionMode):
-    """Computes torch's attention by the C++ library where that can."""
+    """Replace torch's attention by that of the C++ library for supported calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func is scaled_dot_product_attention:
-            found = attention(*args, **given)
-            if found is not None:
-                return found
-        return func(*args, **given)
+            output = attention(*args, **options)
+            if output is not None:
+                return output
+        return func(*args, **options)
 
 
-class Open(threading.local):
-    """The forward passes of this thread, with what computes their attention."""
+class OpenCalls(threading.local):
+    """The forward passes of this thread, with the mode that computes their attention."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, PromptAttention | None]] = []
 
 
-OPEN = Open()
-"""What `install` has begun and not ended."""
+OPEN_CALLS = OpenCalls()
+"""Forward passes with a hook of `install` that have not ended."""
 
 
 def install(model: nn.Module) -> None:
-    """Compute the attention of a model's prompts by the C++ library."""
+    """Compute the attention of prompts by the C++ library."""
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
 
@@ -72,20 +72,20 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     mode = PromptAttention() if _is_prompt(kwargs.get("inputs_embeds") if tokens is None else tokens) else None
     if mode is not None:
         mode.__enter__()
-    OPEN.calls.append((model, mode))
+    OPEN_CALLS.calls.append((model, mode))
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     # Another hook may have failed before `_begin`.
-    if torch.compiler.is_compiling() or not OPEN.calls or OPEN.calls[-1][0] is not model:
+    if torch.compiler.is_compiling() or not OPEN_CALLS.calls or OPEN_CALLS.calls[-1][0] is not model:
         return
-    _, mode = OPEN.calls.pop()
+    _, mode = OPEN_CALLS.calls.pop()
     if mode is not None:
         mode.__exit__(None, None, None)
 
 
 def _is_prompt(tokens: Any) -> bool:
-    """Whether the input of a model is many tokens, on the CPU without gradients, and not in plain torch."""
+    """Return whether the input of a model has many tokens on the CPU, without gradients and not in plain torch."""
     if torch.is_grad_enabled() or dispatch.in_plain_torch():
         return False
-    return isinstance(tokens, Tensor) and tokens.is_cpu and tokens.dim() > 1 and tokens.shape[1] >= FEW
+    return isinstance(tokens, Tensor) and tokens.is_cpu and tokens.dim() > 1 and tokens.shape[1] >= MIN_TOKENS

@@ -1,4 +1,4 @@
-"""The operations of a function on tensors, recorded while it runs."""
+"""Trace the operations of a function on tensors while it runs."""
 
 from __future__ import annotations
 
@@ -12,100 +12,118 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.decode.layout import NotRecordedError
+from compress.decode.layout import UntraceableError
 from compress.kernels import recording
 
 READS = (torch.ops.aten._local_scalar_dense.default,)
-"""Operations that give Python a number of a tensor."""
-IDLE = (torch.ops.aten.detach_.default,)
-"""Operations that do nothing without gradients."""
+"""Operations that convert an element of a tensor to a Python number."""
+NO_OPS = (torch.ops.aten.detach_.default,)
+"""Operations that have no effect without gradients."""
 
 
-class Recorder(TorchDispatchMode):
-    """Records operations as they are dispatched, in a graph of torch.fx; `meta["val"]` of a node is its result.
+class Tracer(TorchDispatchMode):
+    """Trace operations as they are dispatched, in a graph of torch.fx; `meta["val"]` of a node is its result.
 
-    outside: the tensors that are no results, by node: weights, constants, caches.
+    Attributes:
+        graph: the graph.
+        external_tensors: tensors that are neither inputs nor results, by node: weights, constants and caches.
+        nodes: node by id of its tensor.
+        keep_alive: tensors that must stay alive so that their ids are not reused.
+        result_storages: addresses of the storages of results.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.graph, self.outside = Graph(), dict[Node, Tensor]()
+        self.graph, self.external_tensors = Graph(), dict[Node, Tensor]()
         self.nodes = {id(tensor): self.graph.placeholder(f"input_{i}") for i, tensor in enumerate(inputs)}
-        self.alive: list[Any] = [inputs]  # so that no other tensor gets the id of one of them
-        self.made: set[int] = set()
+        self.keep_alive: list[Any] = [inputs]
+        self.result_storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in IDLE:
+        if func in NO_OPS:
             return args[0]
-        if torch.is_inference_mode_enabled():  # where torch dispatches operations that it otherwise divides before
+        if torch.is_inference_mode_enabled():  # torch does not decompose operations in inference mode
             with self:
-                found = func.decompose(*args, **(kwargs or {}))
-            if found is not NotImplemented:
-                return found
-        found = func(*args, **(kwargs or {}))
+                outputs = func.decompose(*args, **(kwargs or {}))
+            if outputs is not NotImplemented:
+                return outputs
+        outputs = func(*args, **(kwargs or {}))
         if func in READS:
-            raise NotRecordedError("a number of a tensor decides in Python")
-        known: Any = map_aggregate((args, kwargs or {}), lambda one: self.node(one) if isinstance(one, Tensor) else one)
-        node = self.graph.call_function(func, *known)
-        node.meta["val"] = found
-        self.alive.append((args, kwargs, found))
-        if isinstance(found, Tensor):
-            self.result(found, node)
-        elif isinstance(found, tuple | list):
-            for i, one in enumerate(found):
-                if isinstance(one, Tensor):
+            raise UntraceableError("a number of a tensor decides in Python")
+        arguments: Any = map_aggregate(
+            (args, kwargs or {}), lambda item: self.node(item) if isinstance(item, Tensor) else item
+        )
+        node = self.graph.call_function(func, *arguments)
+        node.meta["val"] = outputs
+        self.keep_alive.append((args, kwargs, outputs))
+        if isinstance(outputs, Tensor):
+            self.record_result(outputs, node)
+        elif isinstance(outputs, tuple | list):
+            for i, item in enumerate(outputs):
+                if isinstance(item, Tensor):
                     part = self.graph.call_function(operator.getitem, (node, i))
-                    part.meta["val"] = one
-                    self.result(one, part)
-        return found
+                    part.meta["val"] = item
+                    self.record_result(item, part)
+        return outputs
 
-    def result(self, tensor: Tensor, node: Node) -> None:
-        """Remember which node made a tensor."""
+    def record_result(self, tensor: Tensor, node: Node) -> None:
+        """Store the node that created a tensor."""
         self.nodes[id(tensor)] = node
         if not schema_of(node.args[0] if node.target is operator.getitem else node).is_mutable:  # type: ignore[arg-type]
-            self.made.add(tensor.untyped_storage().data_ptr())
+            self.result_storages.add(tensor.untyped_storage().data_ptr())
 
     def node(self, tensor: Tensor) -> Node:
-        """The node of a tensor; a new one for one from outside. Raises NotRecordedError for a result in disguise."""
-        found = self.nodes.get(id(tensor))
-        if found is None:
+        """Return the node of a tensor; an external tensor gets a new one.
+
+        Raises:
+            UntraceableError: for a result that torch returned outside of dispatched operations.
+        """
+        node = self.nodes.get(id(tensor))
+        if node is None:
             memory = tensor.untyped_storage().data_ptr()
-            if memory in self.made and memory not in self.storages():
-                raise NotRecordedError("a result is used in a way that torch does not tell")
-            found = self.nodes[id(tensor)] = self.graph.create_node("get_attr", f"outside_{len(self.outside)}")
-            self.outside[found] = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
-            self.alive.append(tensor)
-        return found
+            if memory in self.result_storages and memory not in self.external_storages():
+                raise UntraceableError("a result is used in a way that torch does not dispatch")
+            node = self.nodes[id(tensor)] = self.graph.create_node("get_attr", f"outside_{len(self.external_tensors)}")
+            self.external_tensors[node] = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
+            self.keep_alive.append(tensor)
+        return node
 
-    def storages(self) -> set[int]:
-        """The memory of tensors from outside, of which views may be made."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self.outside.values()}
+    def external_storages(self) -> set[int]:
+        """Return the addresses of the storages of external tensors, of which views may be taken."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self.external_tensors.values()}
 
 
-def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Recorder, list[Tensor]]:
-    """Run a function once and record its operations. Returns the record and the outputs.
+def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Tracer, list[Tensor]]:
+    """Run a function once, and trace its operations. Tensors that it changes are changed.
 
-    The function returns a list of tensors. Tensors that it changes are changed. Raises NotRecordedError for a function
-    that depends on numbers in Python.
+    Args:
+        function: function of `inputs` that returns a list of tensors.
+        inputs: example inputs.
+
+    Returns:
+        The tracer and the outputs.
+
+    Raises:
+        UntraceableError: for a function whose Python code depends on data.
     """
-    recorder = Recorder(inputs)
-    with recording.recorded(), torch.no_grad(), recorder:
+    tracer = Tracer(inputs)
+    with recording.recorded(), torch.no_grad(), tracer:
         outputs = list(function(*inputs))
-    recorder.graph.output([recorder.node(output) for output in outputs])
-    for node in reversed(recorder.graph.nodes):
+    tracer.graph.output([tracer.node(output) for output in outputs])
+    for node in reversed(tracer.graph.nodes):
         if not node.users and not has_effect(node):
-            recorder.graph.erase_node(node)
-    return recorder, outputs
+            tracer.graph.erase_node(node)
+    return tracer, outputs
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node is more than its value: an input, an output, or an operation that changes a tensor."""
+    """Return whether a node has an effect: an input, an output, or an operation that changes a tensor."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op != "call_function"
     return bool(schema_of(node).is_mutable)
 
 
 def schema_of(node: Node) -> Any:
-    """The schema of a node's operation."""
+    """Return the schema of a node's operation."""
     target: Any = node.target
     return target._schema

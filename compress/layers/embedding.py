@@ -19,10 +19,8 @@ class CompressedEmbedding(nn.Module):
     """An embedding that looks up rows of the weight of a CompressedLinear and dequantizes only these rows.
 
     The original embedding module computes the output from these rows, so that its other operations (such as a scale)
-    are
-    preserved. The table of an untied embedding is a submodule. The table of a tied embedding is the LM head, which owns
-    the
-    tensors.
+    are preserved. The table of an untied embedding is a submodule. The table of a tied embedding is the LM head, which
+    owns the tensors.
 
     Attributes:
         table: weight [vocabulary, width].

@@ -24,7 +24,7 @@ from compress.layers.parts.dense import DensePart
 from compress.layers.parts.sparse import SparsePart
 from compress.layers.scheme import LayerScheme, Role, layer_tensors, only_codes
 from compress.layers.shared_input import SharedInput
-from compress.layers.transforms.permutation import Permutation
+from compress.layers.transforms.permutation import InputPermutation
 from compress.layers.transforms.rounding import InputRounding
 from compress.layers.transforms.scale import Scale
 from compress.numerics.quant.codes import Codes
@@ -51,8 +51,8 @@ class CompressedLinear(nn.Module):
     """y = sum over parts of part.product(t(x)) + bias, where t applies the transforms of the input in order.
 
     All weights have the shape [out, in]. The columns of `weight` are those of t(x), so a permutation among the
-    transforms
-    also determines their order. A packed mask states which weights pruning has kept, for every kind of storage.
+    transforms also determines their order. A packed mask states which weights pruning has kept, for every kind of
+    storage.
 
     Attributes:
         transposed: whether the dense original stores [in, out].
@@ -248,15 +248,14 @@ class CompressedLinear(nn.Module):
     @property
     def input_permutation(self) -> Int[Tensor, " in"] | None:
         """The order of the permutation of inputs, or None."""
-        permutation = self.transform_of(Permutation)
+        permutation = self.transform_of(InputPermutation)
         return None if permutation is None else permutation.order
 
     def rescale_input(self, scale: Float[Tensor, " in"]) -> None:
         """Multiply the columns of the dense weight by `scale` and divide the inputs by it; the function is preserved.
 
         For scales that cannot be folded into an earlier layer. The scale is stored in float32. The scales of several
-        calls
-        are multiplied.
+        calls are multiplied.
         """
         assert not self.quantized, "codes cannot be rescaled; passes that rescale come before quantizing passes"
         weight, previous = self.weight, self.transform_of(Scale)
@@ -272,7 +271,7 @@ class CompressedLinear(nn.Module):
         assert not self.quantized, "codes cannot be permuted; passes that permute come before quantizing passes"
         previous_order = self.input_permutation
         self._permute_columns(order)
-        self.set_transform(Permutation.of(order if previous_order is None else previous_order[order], self.shape))
+        self.set_transform(InputPermutation.of(order if previous_order is None else previous_order[order], self.shape))
 
     def _permute_columns(self, order: Int[Tensor, " in"]) -> None:
         """Permute the columns of weight and mask, and the other transforms; codes are dequantized."""
@@ -282,7 +281,7 @@ class CompressedLinear(nn.Module):
 
     def absorb_permutation(self) -> None:
         """Fold the permutation of inputs into weight and mask, and remove it; codes are dequantized."""
-        permutation = self.transform_of(Permutation)
+        permutation = self.transform_of(InputPermutation)
         if permutation is not None:
             self._permute_columns(permutation.order.argsort())
             self.drop_transform(permutation)

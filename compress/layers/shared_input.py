@@ -25,9 +25,9 @@ class SharedInput:
     """Compute layers of a module that are called with the same tensor in one kernel call.
 
     The layers that share an input are discovered while the model runs, so this works for any architecture. The first
-    layer
-    of a set computes the outputs of all. The others return their outputs if they are called with the same, unchanged
-    tensor; otherwise the set is dissolved. The inputs are prepared once, and the threads of a kernel are woken once.
+    layer of a set computes the outputs of all. The others return their outputs if they are called with the same,
+    unchanged tensor; otherwise the set is dissolved. The inputs are prepared once, and the threads of a kernel are
+    woken once.
     """
 
     def __init__(self) -> None:

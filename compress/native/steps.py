@@ -17,12 +17,12 @@ NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3, t
 """compress_number by dtype."""
 _OF_ONE = (
     "copy",
-    "negative",
-    "absolute",
+    "neg",
+    "abs",
     "square",
-    "root",
-    "inverse_root",
-    "inverse",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
     "exp",
     "log",
     "sin",
@@ -33,42 +33,42 @@ _OF_ONE = (
     "gelu",
     "gelu_tanh",
     "relu",
-    "not",
+    "logical_not",
 )
 _OF_TWO = (
     "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "power",
-    "lesser",
-    "greater",
-    "below",
-    "at_most",
-    "above",
-    "at_least",
-    "equal",
-    "unequal",
-    "and",
-    "or",
+    "sub",
+    "mul",
+    "div",
+    "pow",
+    "minimum",
+    "maximum",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "logical_and",
+    "logical_or",
 )
 OPERATIONS = {
     **{name: i for i, name in enumerate(_OF_ONE)},
     **{name: 32 + i for i, name in enumerate(_OF_TWO)},
-    "choose": 64,
+    "where": 64,
     "sum": 80,
     "mean": 81,
-    "largest": 82,
+    "amax": 82,
     "softmax": 88,
-    "normalize": 89,
-    "take": 96,
-    "put": 97,
+    "native_layer_norm": 89,
+    "index_select": 96,
+    "index_copy": 97,
     "attend": 112,
-    "multiply_weights": 120,
+    "packed_linear": 120,
     "rotate": 121,
     "caller": 127,
 }
-"""compress_operation by name."""
+"""`compress_operation` of compress_cpu.h by the name of the operation in torch."""
 
 
 class Operand(ctypes.Structure):
@@ -178,6 +178,6 @@ class Steps:
             if at == OUT_OF_MEMORY:
                 raise MemoryError("the buffers of a step do not fit into memory")
             if at < 0:
-                raise IndexError("an index of a recorded step is out of range")
+                raise IndexError("an index of a traced step is out of range")
             self.calls[at](self.slots)
             at += 1

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from compress.checkpoint.sources.load import load
 from compress.cli.show import print_table
-from compress.decode.compiled import compile_generation
+from compress.decode.acceleration import compile_generation
 from compress.evaluate import speed
 
 

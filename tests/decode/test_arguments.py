@@ -7,8 +7,8 @@ import pytest
 import torch
 from model_families import FAMILIES, VOCAB
 
-from compress.decode.arguments import StepArguments, equal
-from compress.decode.compiled import compile_generation
+from compress.decode.acceleration import compile_generation
+from compress.decode.arguments import StepArguments, equal_arguments
 from compress.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ library")
@@ -29,18 +29,18 @@ class Checked(StepArguments):
         found = super().__call__(ids, given)
         if given["next_sequence_length"] == 1:
             self.steps += 1
-            assert equal(found, super().plainly(ids, given))
+            assert equal_arguments(found, super().prepare_with_transformers(ids, given))
         else:
             self.left = left
         return found
 
-    def plainly(self, ids, given):
+    def prepare_with_transformers(self, ids, given):
         self.left += 1
-        return super().plainly(ids, given)
+        return super().prepare_with_transformers(ids, given)
 
 
 def checked(model) -> Checked:
-    """The arguments of a model that generates by recorded steps."""
+    """The arguments of a model that generates by traced steps."""
     compile_generation(model)
     generation = model.prepare_inputs_for_generation.__self__
     generation.arguments = Checked(model)
@@ -87,12 +87,12 @@ def test_texts_in_turns_and_other_calls(tiny):
     with torch.no_grad():
         model.generate(ids, max_new_tokens=6, **GREEDY)
         model.generate(inputs_embeds=embeddings, max_new_tokens=6, **GREEDY)
-        assert found.last is None
+        assert found.previous is None
         model.generate(ids, max_new_tokens=6, output_scores=True, return_dict_in_generate=True, **GREEDY)
 
 
 def test_a_copy_knows_no_text(tiny):
     model = tiny("llama")
     arguments = StepArguments(model)
-    arguments.last = object()  # type: ignore[assignment]
-    assert pickle.loads(pickle.dumps(arguments)).last is None
+    arguments.previous = object()  # type: ignore[assignment]
+    assert pickle.loads(pickle.dumps(arguments)).previous is None

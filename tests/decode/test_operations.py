@@ -1,4 +1,4 @@
-"""Each operation of a recorded step against torch: values, shapes, dtypes, strides, and the tensors that it changes."""
+"""Each operation of a traced step against torch: values, shapes, dtypes, strides, and the tensors that it changes."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.decode.layout import NotRecordedError
-from compress.decode.step import RecordedStep
+from compress.decode.layout import UntraceableError
+from compress.decode.step import TracedStep
 from compress.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ library")
@@ -20,10 +20,10 @@ def drawn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 
 def compared(function, *inputs, others=None, state=(), called=()):
-    """Record a function for some inputs, run it for others, and compare with torch; state is what it was before."""
+    """Trace a function for some inputs, run it for others, and compare with torch; state is what it was before."""
     others = inputs if others is None else others
     before = [tensor.clone() for tensor in state]
-    step = RecordedStep(function, inputs, state)
+    step = TracedStep(function, inputs, state)
     for tensor, old in zip(state, before, strict=True):
         tensor.copy_(old)
     found = step(*others)
@@ -121,8 +121,8 @@ def test_sums_over_dimensions(sizes, data):
     over = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=len(sizes), unique=True))
     keep = data.draw(st.booleans())
     x = drawn(*sizes)
-    step = RecordedStep(lambda x: [x.mean(over, keep), x.sum(over, keep), x.amax(over, keep)], [x])
-    for mine, theirs in zip(step(x), step.first, strict=True):
+    step = TracedStep(lambda x: [x.mean(over, keep), x.sum(over, keep), x.amax(over, keep)], [x])
+    for mine, theirs in zip(step(x), step.first_outputs, strict=True):
         assert mine.shape == theirs.shape
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
@@ -155,7 +155,7 @@ def test_places_of_tables():
 
 def test_an_index_out_of_range_is_an_error():
     table = drawn(4, 2)
-    step = RecordedStep(lambda i: [F.embedding(i, table)], [torch.tensor([1])])
+    step = TracedStep(lambda i: [F.embedding(i, table)], [torch.tensor([1])])
     with pytest.raises(IndexError, match="out of range"):
         step(torch.tensor([4]))
 
@@ -181,11 +181,11 @@ def test_a_cache_is_changed_in_place():
         keys[:, :, place + 1] = 2 * x
         return [keys * 1]
 
-    recorded = compared(step, new, others=[drawn(2, 3, 1, 4, seed=1)], state=[keys, seen])
+    traced = compared(step, new, others=[drawn(2, 3, 1, 4, seed=1)], state=[keys, seen])
     other, count = torch.ones(2, 3, 8, 4), torch.tensor(5)
-    recorded.bind([other, count])
+    traced.bind([other, count])
     before = keys.clone()
-    recorded(new)
+    traced(new)
     assert int(count) == 6
     assert torch.equal(keys, before), "the first cache is left alone"
     assert torch.equal(other[:, :, 5:6], new)
@@ -234,8 +234,8 @@ def test_attention_reads_keys_and_values_as_they_are_stored(keys):
         wide = [x.float()[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 6, keys, 16) for x in (k, v)]
         return [F.scaled_dot_product_attention(q, *wide)]
 
-    recorded = compared(step, q, new, state=[k, v])
-    assert recorded.steps.slots[0].numel() < k.nbytes or keys < 700, "no copies"
+    traced = compared(step, q, new, state=[k, v])
+    assert traced.steps.slots[0].numel() < k.nbytes or keys < 700, "no copies"
 
 
 def test_attention_of_many_keys_is_joined_from_parts():
@@ -272,8 +272,8 @@ def test_a_constant_that_is_changed_is_new_in_each_step():
         return [marks]
 
     x = torch.tensor([[0.0], [2.0], [4.0]])
-    recorded = compared(step, x, others=[x.flip(0)], called=["aten.scatter_.value"])
-    assert torch.equal(recorded(x)[0], step(x)[0]), "ones of the call before are gone"
+    traced = compared(step, x, others=[x.flip(0)], called=["aten.scatter_.value"])
+    assert torch.equal(traced(x)[0], step(x)[0]), "ones of the call before are gone"
 
 
 def test_memory_is_shared_by_values_of_different_times():
@@ -284,8 +284,8 @@ def test_memory_is_shared_by_values_of_different_times():
             x = F.silu(x) * 0.5 + i
         return [x]
 
-    recorded = compared(step, x)
-    assert recorded.steps.slots[0].numel() < 8 * x.nbytes
+    traced = compared(step, x)
+    assert traced.steps.slots[0].numel() < 8 * x.nbytes
 
 
 @pytest.mark.parametrize(
@@ -299,5 +299,5 @@ def test_memory_is_shared_by_values_of_different_times():
     ids=["a Python number", "a condition", "a shape", "chance"],
 )
 def test_what_depends_on_numbers_is_refused(function):
-    with pytest.raises(NotRecordedError):
-        RecordedStep(function, [drawn(5)])
+    with pytest.raises(UntraceableError):
+        TracedStep(function, [drawn(5)])

@@ -42,7 +42,7 @@ def loaded(folder):
 
 
 @pytest.fixture
-def plainly(loaded):
+def plain_logits(loaded):
     """The outputs of the loaded model in plain torch."""
 
     @torch.no_grad()
@@ -58,17 +58,17 @@ def ids_of(length, batch=1):
 
 
 @torch.no_grad()
-def test_a_prompt_is_computed_by_the_library_with_the_outputs_of_torch(loaded, plainly, calls):
+def test_a_prompt_is_computed_by_the_library_with_the_outputs_of_torch(loaded, plain_logits, calls):
     ids = ids_of(40, 2)
-    found, wanted = loaded(ids).logits, plainly(input_ids=ids)
+    found, wanted = loaded(ids).logits, plain_logits(input_ids=ids)
     assert len(calls) == loaded.config.num_hidden_layers
     assert torch.allclose(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_a_prompt_in_bfloat16_is_nearer_to_float32_than_that_of_torch(folder, plainly, calls):
+def test_a_prompt_in_bfloat16_is_nearer_to_float32_than_that_of_torch(folder, plain_logits, calls):
     model, ids = compress.load(folder, "bfloat16")[0], ids_of(40, 2)
-    wanted, found = plainly(input_ids=ids), model(ids).logits
+    wanted, found = plain_logits(input_ids=ids), model(ids).logits
     assert found.dtype is torch.bfloat16 and len(calls) == model.config.num_hidden_layers
     with dispatch.plain_torch():
         torchs = model(ids).logits
@@ -76,11 +76,11 @@ def test_a_prompt_in_bfloat16_is_nearer_to_float32_than_that_of_torch(folder, pl
 
 
 @torch.no_grad()
-def test_padding_on_the_left(loaded, plainly, calls):
+def test_padding_on_the_left(loaded, plain_logits, calls):
     ids, seen = ids_of(40, 2), torch.ones(2, 40, dtype=torch.long)
     seen[0, :25] = 0
     given = {"input_ids": ids, "attention_mask": seen}
-    found, wanted = loaded(**given).logits, plainly(**given)
+    found, wanted = loaded(**given).logits, plain_logits(**given)
     assert calls and torch.allclose(found[seen.bool()], wanted[seen.bool()], atol=1e-4, rtol=1e-4)
 
 
@@ -90,7 +90,7 @@ def test_generated_tokens_are_those_of_plain_torch(loaded, calls):
     found = loaded.generate(**given)
     with dispatch.plain_torch():
         assert found.equal(loaded.generate(**given))
-    assert {call[2] for call in calls} == {50}  # steps are recorded with torch's operator
+    assert {call[2] for call in calls} == {50}  # steps are traced with torch's operator
 
 
 @torch.no_grad()

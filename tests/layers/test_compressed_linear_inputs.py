@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from compress.checkpoint.formats import FORMATS
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear
-from compress.layers.transforms.permutation import Permutation, PermutationScheme
+from compress.layers.transforms.permutation import InputPermutation, PermutationScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.layers.transforms.scale import Scale, ScaleScheme
 from compress.numerics.quant.codes import quantize
@@ -111,7 +111,7 @@ def test_what_is_stored_reads_back_as_the_same_layer():
     assert read.scheme == layer.scheme
 
 
-@pytest.mark.parametrize("kind", [Permutation, Scale, InputRounding])
+@pytest.mark.parametrize("kind", [InputPermutation, Scale, InputRounding])
 def test_the_digest_covers_all_that_is_done_to_inputs(kind):
     changed = full()
     changed.drop_transform(changed.transform_of(kind))

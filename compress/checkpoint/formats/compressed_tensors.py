@@ -35,7 +35,7 @@ from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQu
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
-from compress.layers.scheme import LayerScheme, only_codes, find_rounding
+from compress.layers.scheme import LayerScheme, find_rounding, only_codes
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.models.caches.scheme import CacheScheme
 from compress.numerics.quant.grids import GRIDS, IntGrid

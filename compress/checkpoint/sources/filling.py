@@ -18,7 +18,7 @@ from compress.checkpoint.sources.load import cache_schemes, fill, fill_caches, s
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.opening import Mapped
 from compress.checkpoint.sources.stored import by_owner, stored_in
-from compress.decode import prompts
+from compress.decode import accelerate_generation
 from compress.errors import ModelError, SaveError
 from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.layers.linear import CompressedLinear, linears, replace_linear
@@ -108,7 +108,7 @@ class Filling:
         scales = [name for name in self.stored if name.endswith(SCALES)]
         fill_caches(model, "", Mapped(self.stored, self.dtype, model.device).read(scales), self.caches)
         model.requires_grad_(False)
-        prompts.install(model)
+        accelerate_generation(model, compile=False, has_packed_weights=True)
 
 
 def _taken(model: PreTrainedModel, schemes: Mapping[str, LayerScheme]) -> dict[str, nn.Module]:

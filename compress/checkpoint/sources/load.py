@@ -28,8 +28,7 @@ from compress.checkpoint.sources.inference import (
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.stored import by_owner, stored_shapes, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder
-from compress.decode import prompts
-from compress.decode.compiled import compile_generation, record_generation
+from compress.decode import accelerate_generation
 from compress.errors import ModelError
 from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, replace_linear, shape_of
@@ -68,9 +67,9 @@ def load(
     group of the weight (per token where it has no groups), so that kernels multiply integers, as llama.cpp and ONNX
     Runtime do. None: as the checkpoint states.
 
-    compile: how `generate` decodes. None: on the CPU, by recorded steps where this is possible: the operations of the
-    first step run again without Python (`record_generation`). True: the same, or by torch.compile with a static cache
-    (`compile_generation`). False: by transformers.
+    compile: how `generate` decodes. None: on the CPU, by traced steps where this is possible: the operations of the
+    first step run again without Python. True: the same, or by torch.compile with a static cache. False: by
+    transformers.
 
     verify: first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
 
@@ -109,12 +108,9 @@ def load(
         round_activations(model, activations)
     share_inputs(model)
     guard_saving(model)
-    if found.format is not None and not compile:
-        prompts.install(model)
-    if compile:
-        compile_generation(model)
-    elif compile is None and not found.caches:
-        record_generation(model)
+    if compile is None and found.caches:
+        compile = False  # traced steps do not support cache policies
+    accelerate_generation(model, compile, has_packed_weights=found.format is not None)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 
 

@@ -188,7 +188,9 @@ class SparsePart(WeightPart):
         return self.values.sum_groups(values)
 
 
-def _read_positions(sparsity: SparseLayout, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> PackedMask:
+def _read_positions(
+    sparsity: SparseLayout, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str
+) -> PackedMask:
     """Read the positions of packed sparse weights.
 
     Raises:

@@ -29,7 +29,7 @@ class PermutationScheme(TransformScheme):
         return {"permutation": TensorSpec((shape[1],), torch.int32)}
 
 
-class Permutation(InputTransform):
+class InputPermutation(InputTransform):
     """x[order]: channel j of the result is channel order[j] of the input.
 
     Attributes:

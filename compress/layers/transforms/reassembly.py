@@ -19,8 +19,7 @@ class ReassemblyScheme(TransformScheme):
     """Each output channel is a multiple of an input channel, or of the sum of two (Liu 2023, QLLM).
 
     The stored tensors are `reassembly_first` and `reassembly_second`, the input channels (equal for a single channel),
-    and
-    `reassembly_scale`, the factor of their sum.
+    and `reassembly_scale`, the factor of their sum.
     """
 
     kind: ClassVar[str] = "reassembly"
@@ -61,8 +60,7 @@ class Reassembly(InputTransform):
         Args:
             pairs: channels to merge.
             counts: number of sub-channels of each channel, T_i of x_i / T_i. There are as many additional sub-channels
-                as
-                pairs.
+                as pairs.
             shape: (out, in) of the layer.
         """
         first_channels = torch.arange(shape[1])
@@ -91,8 +89,7 @@ class Reassembly(InputTransform):
         """Compute the weight for reassembled inputs.
 
         A sub-channel has the weight of its channel, and a merged channel the sum of two. The function is preserved
-        except for
-        the merging: (w_i + w_j) (x_i + x_j) / 2 replaces w_i x_i + w_j x_j.
+        except for the merging: (w_i + w_j) (x_i + x_j) / 2 replaces w_i x_i + w_j x_j.
         """
         is_single = self.first == self.second
         return weight[:, self.first] + weight[:, self.second].masked_fill(is_single, 0)

@@ -39,9 +39,8 @@ class RoundingScheme(TransformScheme):
         group: columns that share a scale, with scale 'group'.
         clip: fraction of the largest magnitude that a dynamic scale covers; larger magnitudes saturate.
         groups: number of groups of channels with separate scales (and zero points unless symmetric), static or dynamic
-            per
-            token. The group of every channel is stored, so groups may have any size and need not be contiguous (PEG,
-            Bondarenko 2021, section 4; RPTQ, Yuan 2023). None for no such groups.
+            per token. The group of every channel is stored, so groups may have any size and need not be contiguous
+            (PEG, Bondarenko 2021, section 4; RPTQ, Yuan 2023). None for no such groups.
     """
 
     kind: ClassVar[str] = "rounding"

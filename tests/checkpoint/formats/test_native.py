@@ -11,7 +11,7 @@ from schemes import PERMUTED, SCALED, coded, layer_of, rounding
 from compress.checkpoint.formats import FORMATS
 from compress.layers.parts.dense import DensePart
 from compress.layers.scheme import LayerScheme
-from compress.layers.transforms.permutation import Permutation
+from compress.layers.transforms.permutation import InputPermutation
 from compress.layers.transforms.rounding import InputRounding
 from compress.layers.transforms.scale import Scale
 from compress.numerics.quant.grids import GRIDS, IntGrid
@@ -31,7 +31,7 @@ def transforms(draw, shape):
     width, seed = shape[1], torch.Generator().manual_seed(draw(st.integers(0, 99)))
     found = []
     if draw(st.booleans()):
-        found.append(Permutation.of(torch.randperm(width, generator=seed), shape))
+        found.append(InputPermutation.of(torch.randperm(width, generator=seed), shape))
     if draw(st.booleans()):
         found.append(Scale.of(torch.rand(width, generator=seed) + 0.5, shape))
     grid = draw(st.sampled_from([None, GRIDS["int8"], GRIDS["fp8_e4m3"]]))
@@ -179,7 +179,7 @@ def test_an_unknown_grid_or_kind_in_a_scheme_is_an_error():
 def test_damage_is_named(make, name, damage, message):
     part, other = make("int4", (6, 64), 16, symmetric=False), DensePart.of(torch.ones(6, 64))
     inputs = InputRounding.of(GRIDS["int8"], torch.ones(1), None, torch.ones(64).bool(), shape=(6, 64))
-    mapped = [Permutation.of(torch.randperm(64), (6, 64)), Scale.of(torch.ones(64), (6, 64)), inputs]
+    mapped = [InputPermutation.of(torch.randperm(64), (6, 64)), Scale.of(torch.ones(64), (6, 64)), inputs]
     scheme = LayerScheme((6, 64), (part.scheme, other.scheme), tuple(t.scheme for t in mapped))
     tensors = FORMAT.encode(scheme, [part, other], mapped)
     FORMAT.decode(tensors, scheme)

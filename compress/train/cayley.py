@@ -24,12 +24,12 @@ class CayleySGD(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in (candidate for candidate in group["params"] if candidate.grad is not None):
                 state = self.state[parameter]
-                found, moved = cayley_step(
+                updated, momentum = cayley_step(
                     parameter, parameter.grad, state.get("exp_avg"), group["lr"], group["momentum"]
                 )
-                parameter.copy_(found)
+                parameter.copy_(updated)
                 if group["momentum"]:
-                    state["exp_avg"] = moved
+                    state["exp_avg"] = momentum
         return loss

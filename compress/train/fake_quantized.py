@@ -20,7 +20,9 @@ from compress.train.parametrization import Kind, Parametrization, Shares
 class FakeQuantized(Parametrization):
     """Round W to nearest in every forward pass, with scales fitted to W and a straight-through gradient.
 
-    mask: True where a weight is kept; other weights are exactly zero and get no gradient.
+    Attributes:
+        rounding: grid and options of the quantizer.
+        mask: True for weights that are not pruned; pruned weights are exactly zero and get no gradient.
     """
 
     mask: Tensor | None
@@ -32,28 +34,28 @@ class FakeQuantized(Parametrization):
 
     def codes(self, weight: Float[Tensor, "out in"]) -> Codes:
         """Quantize the weight."""
-        how = self.rounding
+        options = self.rounding
         with torch.no_grad():
-            options = how.grid, how.group_size, how.symmetric, how.search, self.mask, how.dtype
-            found = quantize(weight, *options, signed=how.signed)
-            if not how.grid.centered:
-                return found
-            scale = spread(found.scale, weight.shape[1], how.group_size)
-            return replace(found, codes=store(how.grid.encode(self.centered(weight), scale, None), how.grid))
+            arguments = options.grid, options.group_size, options.symmetric, options.search, self.mask, options.dtype
+            codes = quantize(weight, *arguments, signed=options.signed)
+            if not options.grid.centered:
+                return codes
+            scale = spread(codes.scale, weight.shape[1], options.group_size)
+            return replace(codes, codes=store(options.grid.encode(self.centered(weight), scale, None), options.grid))
 
     def centered(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The weight whose nearest values are its codes, with the gradient of the weight.
+        """Return the weight whose nearest grid values are its codes, with the gradient of the weight.
 
-        Sign(W - mean(W)) for a binary grid (Wang 2023, arXiv 2310.11453, equations 1 to 3), so that both codes
-        stay in use while the mean moves; the scale is that of W.
+        Sign(W - mean(W)) for a binary grid (Wang 2023, arXiv 2310.11453, equations 1 to 3), so that both codes stay in
+        use while the mean changes; the scale is that of W.
         """
         return weight - weight.detach().mean() if self.rounding.grid.centered else weight
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        kept = weight if self.mask is None else weight * self.mask
-        return straight(kept, self.codes(weight).dense())
+        masked_weight = weight if self.mask is None else weight * self.mask
+        return straight(masked_weight, self.codes(weight).dense())
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
         if self.mask is not None:
             weight.mul_(self.mask)
         return {}
@@ -63,14 +65,19 @@ class FakeQuantized(Parametrization):
 
 
 class LearnedSteps(FakeQuantized):
-    """As `FakeQuantized`, but scales and zero points, if any, are learned (LSQ, Esser 2020).
+    """`FakeQuantized` with learned scales and zero points, if any (LSQ, Esser 2020).
 
-    `search` fits their initial values, if none are given as `start`. `factor` multiplies each scale; `shift` is added
-    to each zero point, in units of the grid's range, so that one learning rate suits both for weights of any size.
-    Requires plain float scales.
+    `factor` multiplies each scale. `shift` is added to each zero point, in units of the grid's range, so that one
+    learning rate suits both for weights of any size. Requires plain float scales.
+
+    Attributes:
+        scale: initial scales.
+        zero: initial zero points, or None.
+        factor: trained factor of each scale.
+        shift: trained shift of each zero point, or None.
     """
 
-    own: ClassVar[Kind] = "scales"
+    parameter_kind: ClassVar[Kind] = "scales"
 
     scale: Tensor
     zero: Tensor | None
@@ -91,7 +98,7 @@ class LearnedSteps(FakeQuantized):
         self.shift = None if start.zero is None else nn.Parameter(torch.zeros_like(start.zero))
 
     def steps(self) -> tuple[Float[Tensor, "out groups"], Float[Tensor, "out groups"] | None]:
-        """The scales in their stored precision and the integer zero points, with gradients."""
+        """Return the scales in their stored precision and the integer zero points, with gradients."""
         scale = self.scale * self.factor
         scale = straight(scale, positive(scale.detach(), self.rounding.dtype))
         if self.zero is None or self.shift is None:
@@ -101,39 +108,48 @@ class LearnedSteps(FakeQuantized):
         return scale, straight(zero, zero.detach().round().clamp(low, high))
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        kept = weight if self.mask is None else weight * self.mask
+        masked_weight = weight if self.mask is None else weight * self.mask
         scale, zero = self.steps()
-        parts = grouped(self.centered(kept), self.rounding.group_size)
+        groups = grouped(self.centered(masked_weight), self.rounding.group_size)
         zero = None if zero is None else zero[..., None]
-        found = learned_step(parts, scale[..., None], zero, self.rounding.grid)
-        return found.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
+        quantized = learned_step(groups, scale[..., None], zero, self.rounding.grid)
+        return quantized.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
 
     @torch.no_grad()
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
         self.factor.clamp_(min=SMALLEST_FACTOR)
         if self.zero is not None and self.shift is not None:
             low, high = levels(self.rounding.grid)
             self.shift.copy_((self.zero + self.shift * (high - low)).clamp_(low, high).sub_(self.zero).div_(high - low))
-        return super().update(weight, done, of)
+        return super().update(weight, step, total_steps)
 
     @torch.no_grad()
     def finalize(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
-        how, width = self.rounding, weight.shape[1]
+        options, width = self.rounding, weight.shape[1]
         scale, zero = self.steps()
-        kept = self.centered(weight if self.mask is None else weight * self.mask)
-        every = spread(scale, width, how.group_size), None if zero is None else spread(zero, width, how.group_size)
-        return Codes(store(how.grid.encode(kept, *every), how.grid), scale, zero, how.grid, how.group_size), None
+        masked_weight = self.centered(weight if self.mask is None else weight * self.mask)
+        scale_and_zero = (
+            spread(scale, width, options.group_size),
+            None if zero is None else spread(zero, width, options.group_size),
+        )
+        return Codes(
+            store(options.grid.encode(masked_weight, *scale_and_zero), options.grid),
+            scale,
+            zero,
+            options.grid,
+            options.group_size,
+        ), None
 
 
 class LearnedShifts(LearnedSteps):
-    """As `LearnedSteps`, with the weight in units of its initial scales, so that one rate suits all weights."""
+    """`LearnedSteps` with the weight in units of its initial scales, so that one learning rate suits all weights."""
 
     def of(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """A weight in units of the initial scales; `floats` is the inverse."""
+        """Convert a weight to units of the initial scales; `floats` is the inverse."""
         return weight / spread(self.scale, weight.shape[1], self.rounding.group_size)
 
     def floats(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The weight as floats."""
+        """Convert a weight from units of the initial scales to floats."""
         return weight * spread(self.scale, weight.shape[1], self.rounding.group_size)
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:

@@ -18,31 +18,43 @@ def fisher(
     student: Student,
     objective: LanguageLoss,
     ids: Int[Tensor, "sequences length"],
-    where: str,
-    told: Callable[[int], None],
+    label: str,
+    report_progress: Callable[[int], None],
 ) -> dict[str, Float[Tensor, "out in"]]:
-    """The mean over sequences of the squared gradient of each one's loss, by the full names of the linears.
+    """Compute the mean over sequences of the squared gradient of each sequence's loss.
 
-    A gradient is squared and freed as soon as it is complete, so that only the squares of all weights are in memory.
-    told: is called with the number of sequences that are done. Raises NumericError for a gradient that is not finite.
+    A gradient is squared and freed as soon as it is complete, so that memory holds only the squares of all weights.
+
+    Args:
+        student: student whose weights are trained.
+        objective: loss of a sequence.
+        ids: token ids of the sequences.
+        label: prefix of error messages.
+        report_progress: called with the number of completed sequences.
+
+    Returns:
+        The squares by full name of the linear.
+
+    Raises:
+        NumericError: for a gradient that is not finite.
     """
     weights = student.parameters["weights"]
-    found = {name: torch.zeros_like(weight, requires_grad=False) for name, weight in weights.items()}
+    squares_by_name = {name: torch.zeros_like(weight, requires_grad=False) for name, weight in weights.items()}
 
-    def take(name: str, weight: Tensor) -> None:
+    def accumulate(name: str, weight: Tensor) -> None:
         assert weight.grad is not None
-        found[name].addcmul_(weight.grad, weight.grad, value=1 / len(ids))
+        squares_by_name[name].addcmul_(weight.grad, weight.grad, value=1 / len(ids))
         weight.grad = None
 
-    hooks = [weight.register_post_accumulate_grad_hook(partial(take, name)) for name, weight in weights.items()]
+    hooks = [weight.register_post_accumulate_grad_hook(partial(accumulate, name)) for name, weight in weights.items()]
     try:
         for row in range(len(ids)):
             objective(student.model, ids[row : row + 1], [row]).backward()
-            told(row + 1)
+            report_progress(row + 1)
     finally:
         for hook in hooks:
             hook.remove()
-    for name, squares in found.items():
+    for name, squares in squares_by_name.items():
         if not bool(squares.isfinite().all()):
-            raise NumericError(f"{where}: the gradients of {name} are not finite; leave it out (ignore)")
-    return {name.removesuffix(".weight"): squares for name, squares in found.items()}
+            raise NumericError(f"{label}: the gradients of {name} are not finite; leave it out (ignore)")
+    return {name.removesuffix(".weight"): squares for name, squares in squares_by_name.items()}

@@ -14,16 +14,15 @@ from compress.numerics.quant.scales import positive
 from compress.train.parametrization import Parametrization, Shares, masked
 from compress.train.sharded import full_parameters
 
-SMALLEST_FACTOR = 0.05  # relative to a scale: it stays positive; training does not get near it
+SMALLEST_FACTOR = 0.05  # keeps scales positive; training does not reach it
 
 
 class _ScaledProduct(torch.autograd.Function):
-    """x W^T, with W the weight of a part whose scales are multiplied by factors; W is recomputed in the backward pass.
+    """x W^T, where W is the weight of a part whose scales are multiplied by factors. The backward pass recomputes W.
 
-    plain: W at factors of 1, if the caller has it; then codes are not unpacked.
+    The input `plain` is W at factors of 1, if the caller has it; then codes are not unpacked.
 
-    dL/dx = (dL/dy) W;
-    dL/dfactor_g = sum over the weights of group g of (dL/dy)^T x * W at factors of 1.
+    dL/dx = (dL/dy) W; dL/dfactor_g = sum over the weights of group g of (dL/dy)^T x * W at factors of 1.
     """
 
     @staticmethod
@@ -48,7 +47,7 @@ class _ScaledProduct(torch.autograd.Function):
 
 
 def _scaled(part: WeightPart, factor: Tensor | None, plain: Tensor | None) -> Float[Tensor, "out in"]:
-    """The weight in float32, its scales multiplied by the factors."""
+    """Compute the weight in float32, with its scales multiplied by the factors."""
     if plain is not None:
         return plain if factor is None else plain * part.spread(factor)
     if factor is not None:
@@ -63,20 +62,30 @@ def scaled_product(
     part: WeightPart,
     plain: Float[Tensor, "out in"] | None = None,
 ) -> Float[Tensor, "*batch out"]:
-    """x W^T with every scale times its factor; gradients of x and of the factors. The dense W is not kept.
+    """Compute x W^T with every scale times its factor, with gradients of x and of the factors.
 
-    plain: W at factors of 1, if the caller has it.
+    The dense W is not stored.
+
+    Args:
+        x: input.
+        factor: factor of each scale, or None.
+        part: part whose weight is W.
+        plain: W at factors of 1, if the caller has it.
     """
     return _ScaledProduct.apply(x, factor, part, plain)  # type: ignore[return-value]
 
 
 class TrainedLinear(nn.Module):
-    """The replacement of a CompressedLinear during training: y = W q(t(x)) + bias, q the rounding of inputs.
+    """The replacement of a CompressedLinear during training: y = W q(t(x)) + bias, where q quantizes activations.
 
-    factors: by index of each part with trained scales, a parameter [out, groups] that multiplies them, also registered
-    as factor, factor_2, ...; codes never change. weight: [out, in], the dense weight if it is trained; the product uses
-    parametrization(weight), which is None if it is not. The backward pass treats the rounding of inputs as the identity
-    (straight-through). unpacked: keep dequantized weights in float32, which is faster.
+    The backward pass treats q as the identity (straight-through). Codes never change. The factors of scales are
+    registered as factor, factor_2, ...
+
+    Attributes:
+        layer: the compressed layer.
+        weight: dense weight [out, in], if it is trained.
+        parametrization: computes the weight of the product from `weight`; None if the weight is not trained.
+        plain: dequantized weight of each part in float32 if `unpacked`, which is faster; else None.
     """
 
     weight: nn.Parameter
@@ -85,20 +94,20 @@ class TrainedLinear(nn.Module):
     def __init__(self, layer: CompressedLinear, unpacked: bool = False) -> None:
         super().__init__()
         self.layer = layer
-        keep = unpacked and layer.quantized
-        self.plain = [part.dense(torch.float32) if keep else None for part in layer.all_parts]
+        unpacks = unpacked and layer.quantized
+        self.plain = [part.dense(torch.float32) if unpacks else None for part in layer.all_parts]
         self.register_parameter("weight", None)
         self._names: dict[int, str] = {}
         self.parametrization = None
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        untrained = found is None and name == "weight"
-        return self.layer.weight if untrained else found  # some mixers read the weight without calling the layer
+        attribute = super().__getattr__(name)
+        is_untrained = attribute is None and name == "weight"
+        return self.layer.weight if is_untrained else attribute  # some mixers read the weight but do not call the layer
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the layer; some mixers of state-space models read it outside of the layer's forward pass."""
+        """The bias of the layer; some state-space mixers read it outside of the layer's forward pass."""
         return self.layer.bias
 
     @property
@@ -108,11 +117,15 @@ class TrainedLinear(nn.Module):
 
     @property
     def factors(self) -> dict[int, nn.Parameter]:
-        """The factors of trained scales, by the index of their part."""
+        """The factors of trained scales, by index of the part."""
         return {i: getattr(self, name) for i, name in self._names.items()}
 
     def train_scales(self) -> dict[str, nn.Parameter]:
-        """Add a trained factor, initially 1, to every scale of every part. Returns the factors by their names."""
+        """Add a trained factor, initially 1, to every scale of every part.
+
+        Returns:
+            The factors by name.
+        """
         self._names = {i: "factor" if n == 1 else f"factor_{n}" for n, i in enumerate(self.scaled, start=1)}
         for i, name in self._names.items():
             scale = self.layer.all_parts[i].free_scale
@@ -121,7 +134,11 @@ class TrainedLinear(nn.Module):
         return {name: getattr(self, name) for name in self._names.values()}
 
     def train_weight(self, parametrization: Parametrization | None = None) -> nn.Parameter:
-        """Train the dense weight in float32. parametrization: by default that of the layer's mask."""
+        """Train the dense weight in float32.
+
+        Args:
+            parametrization: None for a parametrization that preserves the mask of the layer.
+        """
         self.parametrization = masked("", self.layer) if parametrization is None else parametrization
         self.weight = nn.Parameter(
             self.layer.weight.detach().float().clone()
@@ -132,38 +149,51 @@ class TrainedLinear(nn.Module):
         return self.weight
 
     def adjust(self) -> None:
-        """Let the parametrization change the gradient of the weight, once the gradients of a step are complete."""
-        how = self.parametrization
-        if how is not None and type(how).adjust is not Parametrization.adjust:
+        """Apply `Parametrization.adjust` to the gradient of the weight, after the gradients of a step are complete."""
+        parametrization = self.parametrization
+        if parametrization is not None and type(parametrization).adjust is not Parametrization.adjust:
             with full_parameters(self):
-                how.adjust(self.weight)
+                parametrization.adjust(self.weight)
 
     @torch.no_grad()
     def decay(self, rate: float) -> None:
-        """Let the parametrization shrink the weight, before the optimizer's step with this learning rate."""
-        how = self.parametrization
-        if how is not None and type(how).decay is not Parametrization.decay:
+        """Apply `Parametrization.decay` to the weight, before an optimizer step with learning rate `rate`."""
+        parametrization = self.parametrization
+        if parametrization is not None and type(parametrization).decay is not Parametrization.decay:
             with full_parameters(self):
-                how.decay(self.weight, rate)
+                parametrization.decay(self.weight, rate)
 
     @torch.no_grad()
-    def update(self, done: int, of: int) -> Shares:
-        """Project trained tensors after `done` of `of` steps: scales stay above 0, pruned weights at 0."""
+    def update(self, step: int, total_steps: int) -> Shares:
+        """Project the trained tensors after a step: scales stay above 0, pruned weights at 0.
+
+        Args:
+            step: number of completed steps.
+            total_steps: number of steps of the training.
+
+        Returns:
+            The counts of the parametrization.
+        """
         for factor in self.factors.values():
             factor.clamp_(min=SMALLEST_FACTOR)
-        how = self.parametrization
-        if how is None or type(how).update is Parametrization.update:
+        parametrization = self.parametrization
+        if parametrization is None or type(parametrization).update is Parametrization.update:
             return {}
         with full_parameters(self):
-            return how.update(self.weight, done, of)
+            return parametrization.update(self.weight, step, total_steps)
 
     @torch.no_grad()
     def finalize(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
-        """The layer with the trained scales and weights, rounded to `storage`; dense weights are held in `dtype`."""
+        """Return the layer with the trained scales and weights.
+
+        Args:
+            storage: dtype to whose values scales and weights are rounded.
+            dtype: dtype of dense weights.
+        """
         parts = self.layer.all_parts
-        changed = {id(parts[i]): _rescaled(parts[i], factor, storage) for i, factor in self.factors.items()}
-        if changed:
-            self.layer.change_parts(lambda part: changed.get(id(part), part))
+        rescaled_parts = {id(parts[i]): _rescaled(parts[i], factor, storage) for i, factor in self.factors.items()}
+        if rescaled_parts:
+            self.layer.change_parts(lambda part: rescaled_parts.get(id(part), part))
         if self.parametrization is not None:
             weight, mask = self.parametrization.finalize(self.weight.detach(), storage)
             self.layer.put(weight.to(storage).to(dtype) if isinstance(weight, Tensor) else weight, mask)
@@ -174,8 +204,8 @@ class TrainedLinear(nn.Module):
         x, rounding = layer.transform(x), layer.rounding
         if rounding is not None:
             with torch.no_grad():
-                change = rounding(x) - x
-            x = x + change
+                rounding_error = rounding(x) - x
+            x = x + rounding_error
         if self.parametrization is not None:
             return nn.functional.linear(x, self.parametrization(self.weight), layer.bias)
         if not layer.quantized:
@@ -189,8 +219,8 @@ class TrainedLinear(nn.Module):
 
 
 def _rescaled(part: WeightPart, factor: Tensor, storage: torch.dtype) -> WeightPart:
-    """The part with its scales multiplied by their factors, rounded to `storage`; factors of 1 change nothing."""
-    before = part.free_scale
-    assert before is not None
-    scale = positive(positive(before.float() * factor, storage), before.dtype).to(before.dtype)
-    return part.with_scale(torch.where(factor == 1, before, scale))
+    """Multiply the scales of a part by their factors, rounded to `storage`; a factor of 1 preserves its scale."""
+    original_scale = part.free_scale
+    assert original_scale is not None
+    scale = positive(positive(original_scale.float() * factor, storage), original_scale.dtype).to(original_scale.dtype)
+    return part.with_scale(torch.where(factor == 1, original_scale, scale))

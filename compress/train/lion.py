@@ -35,7 +35,7 @@ class Lion(torch.optim.Optimizer):
 
 def _move(weight: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
     """Update one parameter and its momentum in place."""
-    first, second = group["betas"]
-    direction = momentum.lerp(gradient, 1 - first).sign_()
+    beta1, beta2 = group["betas"]
+    direction = momentum.lerp(gradient, 1 - beta1).sign_()
     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
-    momentum.lerp_(gradient, 1 - second)
+    momentum.lerp_(gradient, 1 - beta2)

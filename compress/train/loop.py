@@ -21,27 +21,37 @@ from compress.errors import NumericError, RecipeError, ShortageError
 from compress.passes.contract.journal import Journal
 from compress.train.checkpoint import digest, read_state, tensors_of, write_state
 from compress.train.options import LoopOptions
-from compress.train.sharded import full, gather, like
+from compress.train.sharded import full, gather, shard_like
 from compress.train.student import Student
 
 STATE = "training.safetensors"
-KEPT = "kept/"  # prefix of the kept tensors of a schedule slice in the state file
-RISEN = 2.0  # times the first loss; losses of single sequences differ by less
+SAVED = "kept/"  # prefix of `ScheduleSlice.saved_parameters` in the state file
+RISE_LIMIT = 2.0  # relative to the first loss; losses of single sequences differ by less
 
 
 class Objective(Protocol):
     """The loss that training minimizes."""
 
     def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
-        """The mean loss of some examples; ids: entries of the `ids` of `train`; rows: their numbers."""
+        """Compute the mean loss of some examples.
+
+        Args:
+            model: the model in training.
+            ids: entries of the `ids` of `train`.
+            rows: indices of these entries.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The context of a training: label for messages, journal, and the folder for the state (None: not saved).
+    """The context of a training.
 
-    key: hashes everything that the result depends on except options, ids and initial parameters.
+    Attributes:
+        label: prefix of messages.
+        journal: journal of the run.
+        work: folder of the training state; None for a training that is not saved.
+        key: hash of everything on which the result depends, except options, ids and initial parameters.
     """
 
     label: str
@@ -54,20 +64,29 @@ class TrainingContext:
 class ScheduleSlice:
     """The slice of a schedule to train, in fractions of its steps: from `begin` to the end.
 
-    keep: the fraction after which the trained parameters are copied to `kept`; None: never.
+    Attributes:
+        begin: fraction at which training begins.
+        keep: fraction after which the trained parameters are copied to `saved_parameters`; None for never.
+        saved_parameters: the copied parameters by name.
     """
 
     begin: float = 0.0
     keep: float | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    saved_parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
-class State:
-    """The progress of training: completed steps, the loss curve, and the best result so far.
+class TrainingState:
+    """The progress of a training.
 
-    curve: in order, {step, loss, rate} of every step with the counts of parametrizations, and {step, held_out} of every
-    evaluation on the held-out sequences. waited: evaluations since the best one.
+    Attributes:
+        step: completed steps.
+        curve: in order, {step, loss, rate} of every step with the counts of parametrizations, and {step, held_out} of
+            every evaluation on the held-out sequences.
+        best: lowest loss on the held-out sequences, or None.
+        best_step: step of that loss.
+        waited: evaluations since that step.
+        seconds: duration of the training.
     """
 
     step: int = 0
@@ -81,7 +100,11 @@ class State:
 def check_launcher(
     kind: DistributedType, fsdp: FullyShardedDataParallelPlugin | None, label: str, processes: int
 ) -> None:
-    """Raise RecipeError for a launcher that shards weights in a way that masks and scales cannot use."""
+    """Check that masks and scales can be computed under a launcher.
+
+    Raises:
+        RecipeError: for a launcher that shards weights in an unsupported way.
+    """
     use = "launch with --use_fsdp --fsdp_version 2, which shards the same tensors, or with --multi_gpu"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         reason = f"uses {kind.value}, whose engine owns the weights, but masks and scales need whole weights"
@@ -106,20 +129,32 @@ def train(
     objective: Objective,
     ids: Int[Tensor, "examples ..."],
     settings: LoopOptions,
-    where: TrainingContext,
-    span: ScheduleSlice | None = None,
+    context: TrainingContext,
+    schedule_slice: ScheduleSlice | None = None,
     parts: bool = False,
 ) -> dict[str, Any]:
-    """Train the student; returns the figures for the report: losses, steps and the curve.
+    """Train the student.
 
-    ids: the examples, in the form that the objective reads: token ids, or numbers. span: the slice of the schedule to
-    train; None: all of it. parts: each process has a part of every example, so that the mean of the objective over
-    processes is the loss; otherwise processes divide the examples.
+    Args:
+        student: the trained parameters and their model.
+        objective: loss of some examples.
+        ids: examples in the form that the objective reads: token ids, or numbers.
+        settings: options of the loop.
+        context: label, journal and folder.
+        schedule_slice: slice of the schedule to train; None for the complete schedule.
+        parts: whether each process has a part of every example, so that the mean of the objective over processes is the
+            loss; otherwise the processes divide the examples.
 
-    Raises NumericError, after restoring the last good state, when a loss or a gradient is not finite; SaveError;
-    ShortageError for a batch that does not fit into memory; RecipeError for an unsupported launcher (`check_launcher`).
+    Returns:
+        The figures for the report: losses, steps and the curve.
+
+    Raises:
+        NumericError: for a loss or a gradient that is not finite, after restoring the best state.
+        SaveError: if the training state cannot be written.
+        ShortageError: for a batch that does not fit into memory.
+        RecipeError: for an unsupported launcher (`check_launcher`).
     """
-    trainer = _Trainer(student, objective, ids, settings, where, span or ScheduleSlice(), parts)
+    trainer = _Trainer(student, objective, ids, settings, context, schedule_slice or ScheduleSlice(), parts)
     with torch.enable_grad():
         return trainer.run()
 
@@ -131,23 +166,23 @@ class _Trainer:
         objective: Objective,
         ids: Tensor,
         settings: LoopOptions,
-        where: TrainingContext,
-        span: ScheduleSlice,
+        context: TrainingContext,
+        schedule_slice: ScheduleSlice,
         parts: bool = False,
     ) -> None:
-        self.given, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
-        self.span = span
+        self.source, self.objective, self.ids, self.settings, self.context = student, objective, ids, settings, context
+        self.slice = schedule_slice
         self.device = next(iter(student.named().values())).device
-        # The state of accelerate is global to the process: it keeps the device and the precision of the first training.
-        # So the precision is set per step, and the device is asked for only if a launcher has started the process.
+        # The state of accelerate is global to the process: the device and the precision of the first training stay in
+        # effect. So the precision is set per step, and a device is requested only under a launcher.
         cpu = self.device.type == "cpu"
         cpu = cpu and PartialState(cpu=cpu).distributed_type != DistributedType.NO
-        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that got no token
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts without tokens
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[unused])
         fsdp: FullyShardedDataParallelPlugin | None = getattr(self.accelerator.state, "fsdp_plugin", None)
-        check_launcher(self.accelerator.distributed_type, fsdp, where.label, self.accelerator.num_processes)
-        record = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
-        record |= {"begin": span.begin, "keep": span.keep}
+        check_launcher(self.accelerator.distributed_type, fsdp, context.label, self.accelerator.num_processes)
+        record = {"settings": settings.model_dump(mode="json"), "key": context.key, "codes": student.sha256()}
+        record |= {"begin": schedule_slice.begin, "keep": schedule_slice.keep}
         self.key = digest(record, {"ids": ids, **student.named(), **student.buffers()})
         if fsdp is not None:
             fsdp.auto_wrap_policy = None  # blocks are found by structure, not by class names
@@ -161,91 +196,91 @@ class _Trainer:
         ]
         self.optimizer = settings.optimizer_of(groups)
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
-        self.highest = [group["lr"] for group in groups]
-        self.rows, self.held = settings.split(len(ids))
-        self.rank, self.sharing = (0, 1) if parts else (self.accelerator.process_index, self.accelerator.num_processes)
-        self.parts, self.order = parts, settings.order(self.rows, self.sharing)
+        self.peak_rates = [group["lr"] for group in groups]
+        self.rows, self.held_out_rows = settings.split(len(ids))
+        self.rank, self.divisor = (0, 1) if parts else (self.accelerator.process_index, self.accelerator.num_processes)
+        self.parts, self.order = parts, settings.order(self.rows, self.divisor)
         self.rates = settings.rates(len(self.order)).tolist()
-        self.first = round(span.begin * len(self.order))
-        self.state = State(step=self.first, best_step=self.first)
-        self.good = self._snapshot()
-        self.begun = perf_counter()
+        self.first_step = round(schedule_slice.begin * len(self.order))
+        self.state = TrainingState(step=self.first_step, best_step=self.first_step)
+        self.best_tensors = self._snapshot()
+        self.start_seconds = perf_counter()
 
     @property
     def _file(self) -> Path | None:
-        return None if self.where.work is None else self.where.work / STATE
+        return None if self.context.work is None else self.context.work / STATE
 
     def run(self) -> dict[str, Any]:
         """Run all remaining steps."""
         resumed = self._resume()
-        before = self.state.seconds
+        earlier_seconds = self.state.seconds
         if not resumed:
             self._begin()
         for step in range(self.state.step, len(self.order)):
             if self.settings.patience is not None and self.state.waited >= self.settings.patience:
-                self.where.journal.add(
-                    "note", self.where.label, "stopped early: no improvement on the held-out sequences", step=step
+                self.context.journal.add(
+                    "note", self.context.label, "stopped early: no improvement on the held-out sequences", step=step
                 )
                 break
-            self._take(step)
-            self.state.seconds = before + perf_counter() - self.begun
-            last = self.state.step == len(self.order)
-            if last or self.state.step % self.settings.evaluate_every == 0:
+            self._step(step)
+            self.state.seconds = earlier_seconds + perf_counter() - self.start_seconds
+            is_last = self.state.step == len(self.order)
+            if is_last or self.state.step % self.settings.evaluate_every == 0:
                 self._evaluate()
-            if last or self.state.step % self.settings.checkpoint_every == 0:
+            if is_last or self.state.step % self.settings.checkpoint_every == 0:
                 self._write()
-        if self.held:
-            self._restore(self.good)
+        if self.held_out_rows:
+            self._restore(self.best_tensors)
         self._copy_back()
         return self._record()
 
     def _begin(self) -> None:
         """Apply the updates that precede the first step."""
-        found = self.student.update(self.state.step, len(self.order))
-        if found:
-            self.state.curve.append({"step": self.state.step, **found})
-        self.good = self._snapshot()
+        counts = self.student.update(self.state.step, len(self.order))
+        if counts:
+            self.state.curve.append({"step": self.state.step, **counts})
+        self.best_tensors = self._snapshot()
         self._keep()
         self._evaluate()
 
-    def _take(self, step: int) -> None:
-        """Take one step of the optimizer."""
-        for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
+    def _step(self, step: int) -> None:
+        """Run one optimizer step."""
+        for group, highest in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = highest * self.rates[step]
-        local = self.order[step][self.rank :: self.sharing].tolist()
+        local = self.order[step][self.rank :: self.divisor].tolist()
         loss = torch.zeros((), device=self.device)
         for i, rows in enumerate(local):
-            alone = nullcontext() if i == len(local) - 1 else self.accelerator.no_sync(self.model)
-            with self._fitting(step), alone:
-                part = self._loss(rows) / len(local)
-                self.accelerator.backward(part)
-            loss += part.detach()
+            sync_context = nullcontext() if i == len(local) - 1 else self.accelerator.no_sync(self.model)
+            with self._raise_on_shortage(step), sync_context:
+                part_loss = self._loss(rows) / len(local)
+                self.accelerator.backward(part_loss)
+            loss += part_loss.detach()
         for parameter in self.parameters.values():
             if parameter.grad is None:  # an expert without tokens: zero, for any number of processes
                 parameter.grad = torch.zeros_like(parameter)
         self.student.adjust()
         clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
         mean: Any = self.accelerator.reduce(loss, "mean")
-        found, norm = float(mean), float(full(clipped))
-        if not (math.isfinite(found) and math.isfinite(norm)):
-            self._fail(step + 1, found, norm)
+        loss_value, norm = float(mean), float(full(clipped))
+        if not (math.isfinite(loss_value) and math.isfinite(norm)):
+            self._fail(step + 1, loss_value, norm)
         self.student.decay(self.settings.rate_of("weights") * self.rates[step])
         self.stepper.step()
         self.stepper.zero_grad()
         shares = self.student.update(step + 1, len(self.order))
         self.state.step = step + 1
-        self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step], **shares})
+        self.state.curve.append({"step": step + 1, "loss": loss_value, "rate": self.rates[step], **shares})
         self._keep()
-        self._progress(found)
+        self._progress(loss_value)
 
     def _keep(self) -> None:
         """Copy the trained parameters at the step that the schedule slice names."""
-        if self.span.keep is not None and self.state.step == round(self.span.keep * len(self.order)):
-            self.span.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        if self.slice.keep is not None and self.state.step == round(self.slice.keep * len(self.order)):
+            self.slice.saved_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     @contextmanager
-    def _fitting(self, step: int) -> Iterator[None]:
-        """Raise ShortageError, after restoring the state before the step, when its passes do not fit into memory."""
+    def _raise_on_shortage(self, step: int) -> Iterator[None]:
+        """Raise ShortageError, after restoring the state before the step, if the step does not fit into memory."""
         try:
             yield
         except RuntimeError as error:
@@ -258,7 +293,7 @@ class _Trainer:
                 hint = f"{smaller} give nearly the same step with less memory"
             step_name = f"step {step + 1} of {len(self.order)} with batch: {batch}"
             raise ShortageError(
-                f"{self.where.label}: {step_name} does not fit into the memory of {self.device}; {hint}"
+                f"{self.context.label}: {step_name} does not fit into the memory of {self.device}; {hint}"
             ) from error
 
     def _loss(self, rows: list[int]) -> Tensor:
@@ -266,38 +301,43 @@ class _Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             return self.objective(self.model, self.ids[rows].to(self.device), rows)
 
-    def _whole(self, loss: Tensor) -> Tensor:
-        """The loss of held-out examples; all processes have the same ones, or parts of them."""
+    def _mean_over_parts(self, loss: Tensor) -> Tensor:
+        """Average the loss of held-out examples over processes that have parts of them."""
         mean: Any = self.accelerator.reduce(loss, "mean") if self.parts else loss
         return mean
 
     def _evaluate(self) -> None:
-        """Compute the loss on the held-out sequences and remember the best state."""
-        if not self.held:
+        """Compute the loss on the held-out sequences and save the best state."""
+        if not self.held_out_rows:
             return
-        parts = [self.held[i : i + self.settings.batch] for i in range(0, len(self.held), self.settings.batch)]
+        parts = [
+            self.held_out_rows[i : i + self.settings.batch]
+            for i in range(0, len(self.held_out_rows), self.settings.batch)
+        ]
         with torch.no_grad():
-            found = sum(float(self._whole(self._loss(rows))) * len(rows) for rows in parts) / len(self.held)
-        if not math.isfinite(found):
-            self._fail(self.state.step, found, math.nan)
-        self.state.curve.append({"step": self.state.step, "held_out": found})
+            held_out_loss = sum(float(self._mean_over_parts(self._loss(rows))) * len(rows) for rows in parts) / len(
+                self.held_out_rows
+            )
+        if not math.isfinite(held_out_loss):
+            self._fail(self.state.step, held_out_loss, math.nan)
+        self.state.curve.append({"step": self.state.step, "held_out": held_out_loss})
         if not self.student.ready(self.state.step, len(self.order)):
             return
-        if self.state.best is None or found < self.state.best:
-            self.state.best, self.state.best_step, self.state.waited = found, self.state.step, 0
-            self.good = self._snapshot()
+        if self.state.best is None or held_out_loss < self.state.best:
+            self.state.best, self.state.best_step, self.state.waited = held_out_loss, self.state.step, 0
+            self.best_tensors = self._snapshot()
         else:
             self.state.waited += 1
 
     def _fail(self, step: int, loss: float, norm: float) -> None:
-        """Restore the last good state and raise NumericError."""
-        self._restore(self.good)
+        """Restore the best state and raise NumericError."""
+        self._restore(self.best_tensors)
         self._copy_back()
         file = self._file
         saved = f"; the last checkpoint is in {file.parent}" if file is not None and file.exists() else ""
         reason = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         hint = "use a smaller learning_rate, or clip"
-        raise NumericError(f"{self.where.label}: {reason} in step {step} of {len(self.order)}; {hint}{saved}")
+        raise NumericError(f"{self.context.label}: {reason} in step {step} of {len(self.order)}; {hint}{saved}")
 
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: t.detach().clone() for name, t in (*self.parameters.items(), *self.buffers.items())}
@@ -308,68 +348,79 @@ class _Trainer:
             tensor.copy_(tensors[name])
 
     def _copy_back(self) -> None:
-        """Copy the trained parameters, unsharded, to the given student."""
-        if self.student is not self.given:
-            self.given.copy_from(self.student, self.device)
-            self.span.kept = {name: full(tensor) for name, tensor in self.span.kept.items()}
+        """Copy the trained parameters, unsharded, to the original student."""
+        if self.student is not self.source:
+            self.source.copy_from(self.student, self.device)
+            self.slice.saved_parameters = {name: full(tensor) for name, tensor in self.slice.saved_parameters.items()}
 
     def _resume(self) -> bool:
-        """Restore the state of the same training from a killed run; whether there was one."""
+        """Restore the state of the same training from a killed run, and return whether there was one."""
         if self._file is None:
             return False
-        found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
-        if found is not None:
-            record, best = found
-            self.good = {name: like(best[name], tensor) for name, tensor in self.good.items()}
-            kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
-            self.span.kept = {name: like(tensor, self.parameters[name]) for name, tensor in kept.items()}
-            self.state = State(**record)
-            self.where.journal.add("note", self.where.label, "training resumes", step=self.state.step)
-        return found is not None
+        stored_state = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
+        if stored_state is not None:
+            record, best = stored_state
+            self.best_tensors = {name: shard_like(best[name], tensor) for name, tensor in self.best_tensors.items()}
+            saved = {name.removeprefix(SAVED): t for name, t in best.items() if name.startswith(SAVED)}
+            self.slice.saved_parameters = {
+                name: shard_like(tensor, self.parameters[name]) for name, tensor in saved.items()
+            }
+            self.state = TrainingState(**record)
+            self.context.journal.add("note", self.context.label, "training resumes", step=self.state.step)
+        return stored_state is not None
 
     def _write(self) -> None:
-        if not self.held:
-            self.good = self._snapshot()
+        if not self.held_out_rows:
+            self.best_tensors = self._snapshot()
         if self._file is not None:
-            best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
-            main = self.accelerator.is_main_process
-            found = gather(tensors_of(self.parameters, self.buffers, best, self.optimizer.state), keep=main)
-            if main:
-                write_state(self._file, self.key, vars(self.state), found)
-        self.accelerator.wait_for_everyone()  # a process that is done may remove the folder
+            best = self.best_tensors | {
+                f"{SAVED}{name}": tensor for name, tensor in self.slice.saved_parameters.items()
+            }
+            is_main = self.accelerator.is_main_process
+            tensors = gather(tensors_of(self.parameters, self.buffers, best, self.optimizer.state), keep=is_main)
+            if is_main:
+                write_state(self._file, self.key, vars(self.state), tensors)
+        self.accelerator.wait_for_everyone()  # a process that has finished may remove the folder
 
     def _progress(self, loss: float) -> None:
-        label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
-        self.where.journal.add("progress", label, f"training, {label}", **figures)
+        label, figures = self.context.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
+        self.context.journal.add("progress", label, f"training, {label}", **figures)
 
     def _record(self) -> dict[str, Any]:
-        """The figures for the report; a fallback is journaled when training gained nothing."""
-        state, journal = self.state, self.where.journal
+        """Return the figures for the report; add a fallback to the journal if training did not improve the loss."""
+        state, journal = self.state, self.context.journal
         losses = [point["loss"] for point in state.curve if "loss" in point]
-        part = max(1, len(losses) // 4)
-        first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+        quarter = max(1, len(losses) // 4)
+        first_loss, last_loss = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
         counts = {kind: sum(p.numel() for p in group.values()) for kind, group in self.student.parameters.items()}
-        steps, of = state.step - self.first, len(self.order) - self.first
-        journal.add("note", self.where.label, "trained", steps=steps, first_loss=first, last_loss=last, **counts)
-        if self.held and state.best_step == self.first:
+        steps, total_steps = state.step - self.first_step, len(self.order) - self.first_step
+        journal.add(
+            "note", self.context.label, "trained", steps=steps, first_loss=first_loss, last_loss=last_loss, **counts
+        )
+        if self.held_out_rows and state.best_step == self.first_step:
             message = "training did not improve the loss on the held-out sequences; the model is unchanged"
-            journal.add("fallback", self.where.label, message, held_out=state.best)
-        elif self._rose(first, last, losses):
+            journal.add("fallback", self.context.label, message, held_out=state.best)
+        elif self._rose(first_loss, last_loss, losses):
             message = "the loss rose during training; use a smaller learning_rate"
-            journal.add("fallback", self.where.label, message, first_loss=first, last_loss=last)
+            journal.add("fallback", self.context.label, message, first_loss=first_loss, last_loss=last_loss)
         return {
-            "first_loss": first,
-            "last_loss": last,
+            "first_loss": first_loss,
+            "last_loss": last_loss,
             "steps": steps,
-            "of": of,
+            "of": total_steps,
             "trained": counts,
             "seconds": state.seconds,
-            "held_out": self.held,
-            "best": {"step": state.best_step, "held_out": state.best} if self.held else None,
+            "held_out": self.held_out_rows,
+            "best": {"step": state.best_step, "held_out": state.best} if self.held_out_rows else None,
             "curve": state.curve,
         }
 
-    def _rose(self, first: float, last: float, losses: list[float]) -> bool:
-        """Whether the loss rose, for a model without a pruning schedule."""
-        pruned = not self.student.ready(0, len(self.order))
-        return not self.held and not pruned and len(losses) > 1 and last > min(first, RISEN * losses[0])
+    def _rose(self, first_loss: float, last_loss: float, losses: list[float]) -> bool:
+        """Return whether the loss rose, for a model without a pruning schedule."""
+        has_pruning_schedule = not self.student.ready(0, len(self.order))
+        return (
+            not self.held_out_rows
+            and not has_pruning_schedule
+            and len(losses) > 1
+            and last_loss > min(first_loss, RISE_LIMIT * losses[0])
+        )

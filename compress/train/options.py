@@ -1,4 +1,4 @@
-"""The options of training; every pass that trains has them under the same names."""
+"""The options of training, which have the same names in every pass that trains."""
 
 from __future__ import annotations
 
@@ -24,8 +24,17 @@ WEIGHT_RATE = 0.02  # relative to learning_rate: weights are a few hundredths, f
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-def held_out(sequences: int, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """The numbers of the training sequences and of the held-out ones, a random share; at least one each of two."""
+def split_held_out(sequences: int, share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Split sequences into training sequences and a random fraction of held-out ones.
+
+    Args:
+        sequences: number of sequences.
+        share: fraction to hold out. Unless it is 0, both sets have at least one of two or more sequences.
+        seed: seed of the choice.
+
+    Returns:
+        The indices of the training sequences and of the held-out sequences.
+    """
     if not share:
         return list(range(sequences)), []
     count = min(max(1, round(share * sequences)), sequences - 1)
@@ -34,7 +43,7 @@ def held_out(sequences: int, share: float, seed: int) -> tuple[list[int], list[i
 
 
 class LoopOptions(BaseModel):
-    """The options of the training loop, whatever is trained; a mixin for passes and for their parts."""
+    """The options of the training loop for any trained parameters; a mixin for passes and for their parts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,42 +80,47 @@ class LoopOptions(BaseModel):
 
     @abstractmethod
     def rate_of(self, kind: ParameterKind) -> float:
-        """The highest learning rate of a kind of parameter."""
+        """Return the highest learning rate of a kind of parameter."""
 
     @abstractmethod
     def decay_of(self, kind: ParameterKind) -> float:
-        """The weight decay of a kind of parameter."""
+        """Return the weight decay of a kind of parameter."""
 
     @abstractmethod
     def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of groups of parameters, each with its rate and decay."""
+        """Create the optimizer of groups of parameters, each with its rate and decay."""
 
     @abstractmethod
-    def step_count(self, sequences: int, each: int) -> int:
-        """The number of steps on so many sequences, of which every step sees `each`."""
+    def step_count(self, sequences: int, sequences_per_step: int) -> int:
+        """Return the number of steps.
+
+        Args:
+            sequences: number of training sequences.
+            sequences_per_step: number of sequences of each step.
+        """
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
-        """The numbers of the training sequences and of the held-out ones; at least one each, if there are two."""
-        return held_out(sequences, self.hold_out, self.seed)
+        """Return the indices of the training sequences and of the held-out sequences (`split_held_out`)."""
+        return split_held_out(sequences, self.hold_out, self.seed)
 
     def order(self, rows: list[int], processes: int) -> Int[Tensor, "steps parts batch"]:
-        """The sequences of every step, in parts that are forwarded together: shuffled epochs, one after the other."""
+        """Return the sequences of every step in shuffled epochs, divided into parts that are forwarded together."""
         parts = self.accumulate * processes
-        each = parts * self.batch
-        steps = self.step_count(len(rows), each)
-        generator, drawn = torch.Generator().manual_seed(self.seed), []
-        for _ in range(math.ceil(steps * each / len(rows))):
-            drawn.append(torch.randperm(len(rows), generator=generator))
-        chosen = torch.tensor(rows)[torch.cat(drawn)[: steps * each]]
-        return chosen.view(steps, parts, self.batch)
+        sequences_per_step = parts * self.batch
+        steps = self.step_count(len(rows), sequences_per_step)
+        generator, epochs = torch.Generator().manual_seed(self.seed), []
+        for _ in range(math.ceil(steps * sequences_per_step / len(rows))):
+            epochs.append(torch.randperm(len(rows), generator=generator))
+        sequences = torch.tensor(rows)[torch.cat(epochs)[: steps * sequences_per_step]]
+        return sequences.view(steps, parts, self.batch)
 
     def rates(self, steps: int) -> Float[Tensor, " steps"]:
-        """The rate of every step relative to the highest; no step has a rate of 0."""
-        spare = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+        """Return the rate of every step relative to the highest; no step has a rate of 0."""
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
         name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
-        made: Any = get_scheduler(name, spare, num_warmup_steps=self.warmup, num_training_steps=steps + 1)
-        (shape,) = made.lr_lambdas
-        return torch.tensor([shape(step + 1) for step in range(steps)], dtype=torch.float64)
+        scheduler: Any = get_scheduler(name, optimizer, num_warmup_steps=self.warmup, num_training_steps=steps + 1)
+        (rate_lambda,) = scheduler.lr_lambdas
+        return torch.tensor([rate_lambda(step + 1) for step in range(steps)], dtype=torch.float64)
 
 
 class TrainingOptions(LoopOptions):
@@ -148,44 +162,41 @@ class TrainingOptions(LoopOptions):
         super().model_post_init(context)
 
     def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
-        """Why a kind of parameters to train is not there: scales in a format without them, or packed weights."""
-        asked = self.train or ()
-        rest = ", ".join([*(kind for kind in asked if kind not in ("scales", "weights", "norms")), "norms"])
-        if "scales" in asked and not any(scheme.free_scales for scheme in stored):
+        """Return why a kind of parameter has nothing to train: scales in a format without them, or packed weights."""
+        kinds = self.train or ()
+        more = ", ".join([*(kind for kind in kinds if kind not in ("scales", "weights", "norms")), "norms"])
+        if "scales" in kinds and not any(scheme.free_scales for scheme in stored):
             if any(scheme.quantized and scheme.free_scales for scheme in layers):
                 return (
                     f"save.format {format_} stores no scales; use save: {{format: compressed-tensors}}, "
-                    f"or train: [{rest}, weights]"
+                    f"or train: [{more}, weights]"
                 )
-            return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{rest}]"
-        if "weights" in asked and stored and all(scheme.quantized for scheme in stored):
-            return f"train: weights matches no parameter: all layers are quantized; write train: [{rest}, scales]"
+            return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{more}]"
+        if "weights" in kinds and stored and all(scheme.quantized for scheme in stored):
+            return f"train: weights matches no parameter: all layers are quantized; write train: [{more}, scales]"
         return None
 
     def rate_of(self, kind: ParameterKind) -> float:
-        """The highest learning rate of a kind of parameter."""
         return self.learning_rate * (self.weight_rate if kind in ("weights", "biases") else 1)
 
     def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of groups of parameters, each with its rate and decay."""
         if self.optimizer == "lion":
             return Lion(groups, self.betas or (0.9, 0.99))
         return torch.optim.AdamW(groups, betas=self.betas or (0.9, 0.95), foreach=False)
 
     def decay_of(self, kind: ParameterKind) -> float:
-        """The weight decay of a kind of parameter."""
         return self.weight_decay if kind == "weights" else 0.0
 
-    def step_count(self, sequences: int, each: int) -> int:
-        """`steps`, or the steps of the epochs."""
-        return self.steps or max(1, math.ceil((self.epochs or EPOCHS) * sequences / each))
+    def step_count(self, sequences: int, sequences_per_step: int) -> int:
+        """Return `steps`, or the steps of the epochs."""
+        return self.steps or max(1, math.ceil((self.epochs or EPOCHS) * sequences / sequences_per_step))
 
     def memory(self, size: ProblemSize) -> int:
-        """Memory of training in addition to the model.
+        """Return the memory of training in addition to the model, in bytes.
 
-        Per trained number five floats: the parameter, its best value so far, its gradient (before the gradient exists,
-        the masked weight takes that place), and two moments (Lion: one). Further: dense weights widened to float32,
-        the activations of the backward pass, and the logits with their gradient.
+        Every trained number needs five floats: the parameter, its best value, its gradient (before the gradient exists,
+        the masked weight uses that memory), and two moments (Lion: one). Further: dense weights widened to float32, the
+        activations of the backward pass, and the logits with their gradient.
         """
         trained = self._trained(size)
         widened = (4 - size.itemsize) * (size.weights + size.outside)
@@ -194,7 +205,7 @@ class TrainingOptions(LoopOptions):
         return 4 * floats * trained + widened + 4 * tokens * (size.passed + 2 * size.vocabulary)
 
     def exchanged_bytes(self, size: ProblemSize) -> int:
-        """Bytes of the buffers in which several processes sum the gradients (DDP): a float per trained number."""
+        """Return the bytes of the gradient buffers of several processes (DDP): a float per trained number."""
         return 4 * self._trained(size)
 
     def _trained(self, size: ProblemSize) -> int:

@@ -1,4 +1,4 @@
-"""Parametrizations: how a trained linear computes its weight from the trained float weight; methods differ here."""
+"""Parametrizations compute the weight of a trained linear from its trained float weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.schedules import partial_mask
 
 Kind = Literal["scales", "norms", "weights", "biases"]
-"""The kinds of trained parameters of a layer or a norm, each with its own rate."""
+"""The kinds of trained parameters of a layer or a norm, each with a separate learning rate."""
 
 ParameterKind = Literal[Kind, "rotations"]
 """The kinds of all trained parameters."""
@@ -26,55 +26,78 @@ Shares = Mapping[str, tuple[Tensor | float, int]]
 
 
 class Parametrization(nn.Module):
-    """How one linear's weight W [out, in] is trained; a pass that trains gives each linear its own instance.
+    """How the weight W [out, in] of a linear is trained; a pass that trains creates an instance for each linear.
 
-    In every step, `forward` computes the weight of the matrix product, with its own rule for the gradient. After the
+    In every step, `forward` computes the weight of the matrix product, with its rule for the gradient. After the
     gradients of all parts of the step are summed, `adjust` may change the gradient of W, and `decay` W itself. After
-    the optimizer's step, `update` applies scheduled changes. At the end, `finalize` returns the layer's final weight.
+    the optimizer step, `update` applies scheduled changes. At the end, `finalize` returns the final weight of the
+    layer.
 
-    Its parameters are trained in addition to W, with the rate of the kind `own`. Its buffers hold all other state that
-    the next step depends on, such as masks, and are changed only in place. Checkpoints contain both, and both are
-    restored with the best state.
+    The parameters are trained in addition to W, with the learning rate of `parameter_kind`. The buffers hold all other
+    state on which the next step depends, such as masks, and are changed only in place. Checkpoints contain both, and
+    both are restored with the best state.
+
+    Attributes:
+        parameter_kind: kind of the parameters.
+        trains_weight: whether W itself is trained.
     """
 
-    own: ClassVar[Kind] = "scales"
+    parameter_kind: ClassVar[Kind] = "scales"
     trains_weight: ClassVar[bool] = True  # whether W itself is trained
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The weight of the matrix product; called in every forward pass."""
+        """Compute the weight of the matrix product; called in every forward pass."""
         return weight
 
     def adjust(self, weight: nn.Parameter) -> None:
-        """Change `weight.grad`, the gradient of the whole step, before it is clipped and the optimizer steps."""
+        """Change `weight.grad`, the gradient of the complete step, before clipping and the optimizer step."""
 
     def decay(self, weight: nn.Parameter, rate: float) -> None:
-        """Shrink weights before the optimizer's step. rate: the learning rate of weights in this step.
+        """Shrink weights before the optimizer step.
 
-        Decoupled from the gradient as the decay of AdamW (Loshchilov & Hutter 2019): a penalty in the gradient would be
-        divided by its moving average, so that the size of the penalty would hardly matter.
+        The decay is decoupled from the gradient as in AdamW (Loshchilov & Hutter 2019): a penalty in the gradient would
+        be divided by its moving average, so that the size of the penalty would hardly matter.
+
+        Args:
+            weight: the trained weight.
+            rate: learning rate of weights in this step.
         """
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
-        """Apply changes after step number `done` of `of`, and before the first step with done = 0.
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
+        """Apply changes after a step, and before the first step with step = 0. Weights may be changed in place.
 
-        Weights may be changed in place. Returns counts for the training curve. A resumed run does not repeat the call
-        for completed steps.
+        A resumed run does not repeat the call for completed steps.
+
+        Args:
+            weight: the trained weight.
+            step: number of completed steps.
+            total_steps: number of steps of the training.
+
+        Returns:
+            Counts for the training curve.
         """
         return {}
 
-    def ready(self, done: int, of: int) -> bool:
-        """Whether the state after so many steps may be kept; during a pruning schedule it may not."""
+    def ready(self, step: int, total_steps: int) -> bool:
+        """Return whether the state after `step` steps may be the result; during a pruning schedule it may not."""
         return True
 
     def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"] | Codes, Bool[Tensor, "out in"] | None]:
-        """The layer's final weight, and its mask (None: unchanged). The caller rounds dense weights to `storage`."""
+        """Return the final weight of the layer and its mask (None for an unchanged mask).
+
+        The caller rounds dense weights to `storage`.
+        """
         return self.forward(weight), None
 
 
 class Masked(Parametrization):
-    """W * mask: pruned weights get no gradient and are exactly zero after every step."""
+    """W * mask: pruned weights get no gradient and are exactly zero after every step.
+
+    Attributes:
+        mask: True for weights that are not pruned.
+    """
 
     mask: Tensor
 
@@ -85,7 +108,7 @@ class Masked(Parametrization):
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         return weight * self.mask
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
         weight.mul_(self.mask)
         return {}
 
@@ -96,9 +119,16 @@ class Masked(Parametrization):
 
 
 class LowRankUpdate(Parametrization):
-    """mask * (W + scaling * B A), with a frozen W (LoRA, Hu 2021): B starts at zero, A at random values of a seed."""
+    """mask * (W + scaling * B A) with a frozen W (LoRA, Hu 2021). B starts at zero, A at random values.
 
-    own: ClassVar[Kind] = "weights"
+    Attributes:
+        mask: True for weights that are not pruned, or None.
+        scaling: factor of the update.
+        down: A [rank, in].
+        up: B [out, rank].
+    """
+
+    parameter_kind: ClassVar[Kind] = "weights"
     trains_weight: ClassVar[bool] = False
     mask: Tensor | None
 
@@ -110,17 +140,17 @@ class LowRankUpdate(Parametrization):
         self.scaling = scaling
         self.register_buffer("mask", mask)
         bound = 1 / math.sqrt(width)  # reference code: Kaiming uniform initialization with a = sqrt(5)
-        drawn = torch.rand(rank, width, generator=torch.Generator().manual_seed(seed))
-        self.down = nn.Parameter(bound * (2 * drawn - 1))
+        uniform = torch.rand(rank, width, generator=torch.Generator().manual_seed(seed))
+        self.down = nn.Parameter(bound * (2 * uniform - 1))
         self.up = nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        found = weight + self.scaling * (self.up @ self.down)
-        return found if self.mask is None else found * self.mask
+        updated = weight + self.scaling * (self.up @ self.down)
+        return updated if self.mask is None else updated * self.mask
 
 
 def magnitudes(weight: Float[Tensor, "out in"], allowed: Bool[Tensor, "out in"] | None) -> Float[Tensor, "out in"]:
-    """Scores for choosing masks: |W_ij|, and -1 where an earlier pass removed the weight, which keeps it removed."""
+    """Compute scores for masks: |W_ij|, and -1 for weights that an earlier pass removed, so that they stay removed."""
     return weight.abs() if allowed is None else weight.abs().masked_fill(~allowed, -1)
 
 
@@ -132,19 +162,19 @@ class Shrinking(Masked):
         super().__init__(torch.ones(layer.shape, dtype=torch.bool) if mask is None else mask)
 
     def shrink(self, weight: nn.Parameter, pattern: Pattern, sparsity: float) -> None:
-        """Remove the smallest weights until the sparsity is reached; already removed weights count."""
+        """Remove the smallest weights until the sparsity is reached; weights that are already removed count."""
         self.mask &= partial_mask(pattern, magnitudes(weight.detach(), self.mask), 1 - sparsity)
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
         weight.mul_(self.mask)
         return {"sparsity": ((~self.mask).sum(), self.mask.numel())}
 
 
 Parametrize = Callable[[str, CompressedLinear], Parametrization]
-"""parametrize(full name, dense linear): the parametrization of its weight."""
+"""Creates the parametrization of the weight of a dense linear from its full name and the linear."""
 
 
 def masked(name: str, layer: CompressedLinear) -> Parametrization:
-    """Keep the layer's mask during training; train the weight directly if it has none."""
+    """Return a parametrization that preserves the layer's mask, or trains the weight directly if it has none."""
     mask = layer.mask
     return Parametrization() if mask is None else Masked(mask)

@@ -1,9 +1,9 @@
-"""A model whose inputs of linears are rotated, rounded and rotated back, so that its loss depends on the rotations.
+"""Rotate, quantize and rotate back the inputs of a model's linears, so that its loss depends on the rotations.
 
-With an orthogonal R, x W^T = (x R) (W R)^T. A model with rotated weights computes Q(x R) (W R)^T if it rounds the
-inputs, which is (Q(x R) R^T) W^T: the weights and all activations between linears can stay as they are. If weights are
-rounded too, they are rotated on both sides, and the output is rotated back: Q(x R) Q(B^T W R)^T B^T. The gradient of
-the rounding is that of a straight-through estimator (SpinQuant, arXiv 2405.16406, section 4.2).
+With an orthogonal R, x W^T = (x R) (W R)^T. A model with rotated weights and activation quantization computes
+Q(x R) (W R)^T, which is (Q(x R) R^T) W^T: the weights and all activations between linears are unchanged. If weights are
+quantized too, they are rotated on both sides, and the output is rotated back: Q(x R) Q(B^T W R)^T B^T. The gradient of
+the quantizer is that of a straight-through estimator (SpinQuant, arXiv 2405.16406, section 4.2).
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from compress.numerics.quant.fake import straight
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student
 
-ATTACHED = "learned_rotations"
-"""The name of the rotations as a part of the model, while they are learned."""
+ROTATIONS_NAME = "learned_rotations"
+"""The name of the rotations as a submodule of the model in training."""
 
 
-class Turn(Protocol):
+class ChannelRotation(Protocol):
     """An orthogonal map of channels."""
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-        """x R."""
+        """Compute x R."""
         ...
 
-    def back(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-        """x R^T."""
+    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        """Compute x R^T."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class OfAll:
-    """A learned rotation of all channels."""
+class FullRotation:
+    """A learned rotation of all channels.
+
+    Attributes:
+        rotation: the orthogonal matrix.
+    """
 
     rotation: Float[Tensor, "n n"]
 
@@ -55,8 +59,13 @@ class OfAll:
 
 
 @dataclass(frozen=True, eq=False)
-class OfHeads:
-    """One learned rotation for each of several runs of channels; other channels stay. channels: those of every run."""
+class HeadRotation:
+    """One learned rotation for each of several runs of channels, such as heads; other channels are unchanged.
+
+    Attributes:
+        rotation: the orthogonal matrix.
+        channels: channels of every run.
+    """
 
     rotation: Float[Tensor, "size size"]
     channels: Int[Tensor, "heads size"]
@@ -74,8 +83,12 @@ class OfHeads:
 
 
 @dataclass(frozen=True, eq=False)
-class WhenRun:
-    """A fixed Hadamard transform, which the layer computes when it runs."""
+class OnlineHadamard:
+    """A fixed Hadamard transform that the layer computes online.
+
+    Attributes:
+        transform: the transform.
+    """
 
     transform: Hadamard
 
@@ -88,106 +101,117 @@ class WhenRun:
 
 @dataclass
 class RotatedLinear:
-    """What is rotated and rounded in a linear. inputs, outputs: the rotations of both sides, in order.
+    """The rotations and quantizers of a linear.
 
-    rounding: of the rotated inputs; None: they are not rounded. weight: how the rotated weight is rounded; None: it is
-    not.
+    Attributes:
+        inputs: rotations of the inputs, in order.
+        outputs: rotations of the outputs, in order.
+        rounding: quantizer of the rotated inputs, or None.
+        weight: quantizer of the rotated weight, or None.
     """
 
-    inputs: list[Turn] = field(default_factory=list)
-    outputs: list[Turn] = field(default_factory=list)
+    inputs: list[ChannelRotation] = field(default_factory=list)
+    outputs: list[ChannelRotation] = field(default_factory=list)
     rounding: InputRounding | None = None
     weight: Parametrization | None = None
 
     def rotated_inputs(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """Q(x R)."""
-        for turn in self.inputs:
-            x = turn.forward(x)
+        """Compute Q(x R)."""
+        for rotation in self.inputs:
+            x = rotation.forward(x)
         return x if self.rounding is None else straight(x, self.rounding(x.detach()))
 
-    def rounded_inputs(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """Q(x R) R^T."""
-        found = self.rotated_inputs(x)
-        for turn in reversed(self.inputs):
-            found = turn.back(found)
-        return found
+    def quantized_inputs(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        """Compute Q(x R) R^T."""
+        quantized = self.rotated_inputs(x)
+        for rotation in reversed(self.inputs):
+            quantized = rotation.inverse(quantized)
+        return quantized
 
     def rotated_weight(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """Q(B^T W R)."""
-        for turn in self.inputs:
-            weight = turn.forward(weight)
-        for turn in self.outputs:
-            weight = turn.forward(weight.T).T
+        """Compute Q(B^T W R)."""
+        for rotation in self.inputs:
+            weight = rotation.forward(weight)
+        for rotation in self.outputs:
+            weight = rotation.forward(weight.T).T
         return weight if self.weight is None else self.weight(weight)
 
     def product(self, x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "*batch out"]:
-        """Q(x R) Q(B^T W R)^T B^T."""
-        found = self.rotated_inputs(x) @ self.rotated_weight(weight).T
-        for turn in reversed(self.outputs):
-            found = turn.back(found)
-        return found
+        """Compute Q(x R) Q(B^T W R)^T B^T."""
+        output = self.rotated_inputs(x) @ self.rotated_weight(weight).T
+        for rotation in reversed(self.outputs):
+            output = rotation.inverse(output)
+        return output
 
 
 @dataclass
 class RotatedStudent(Student):
-    """A model whose rotations are learned. where: the label for errors."""
+    """A model whose rotations are learned.
 
-    where: str = ""
+    Attributes:
+        label: prefix of error messages.
+    """
+
+    label: str = ""
 
     def split(self, device: torch.device, processes: int, reshard: bool) -> Student:
-        """Raise RecipeError: FSDP would shard the rotations, of which a step needs all rows."""
+        """Raise RecipeError: FSDP would shard the rotations, but a step needs all of their rows."""
         raise RecipeError(
-            f"{self.where}: the launcher uses FSDP, which shards the rotations, but a step needs whole ones; "
+            f"{self.label}: the launcher uses FSDP, which shards the rotations, but a step needs whole ones; "
             "launch with --multi_gpu, or leave learn out"
         )
 
 
 @contextmanager
 def rotated(
-    model: nn.Module, rotations: Mapping[str, nn.Parameter], layers: Mapping[str, RotatedLinear], where: str = "learn"
+    model: nn.Module, rotations: Mapping[str, nn.Parameter], layers: Mapping[str, RotatedLinear], label: str = "learn"
 ) -> Iterator[Student]:
-    """Run dense linears of the model, by full name, with rotated and rounded inputs inside of the context.
+    """Run dense linears of the model with rotated and quantized inputs inside the context.
 
-    rotations: the learned parameters, by names without dots; the layers use them. where: the label for errors.
+    Args:
+        model: the model.
+        rotations: learned parameters, by names without dots; the layers use them.
+        layers: rotations and quantizers by full name of the linear.
+        label: prefix of error messages.
     """
-    last = _Last()
+    shared_inputs = _SharedInputs()
     modules = {name: model.get_submodule(name) for name in layers}
     for name, module in modules.items():
-        module.forward = _forward(module, layers[name], last)
-    model.add_module(ATTACHED, nn.ParameterDict(dict(rotations)))
+        module.forward = _forward(module, layers[name], shared_inputs)
+    model.add_module(ROTATIONS_NAME, nn.ParameterDict(dict(rotations)))
     try:
-        yield RotatedStudent(model, {"rotations": dict(rotations)}, where=where)
+        yield RotatedStudent(model, {"rotations": dict(rotations)}, label=label)
     finally:
-        delattr(model, ATTACHED)
+        delattr(model, ROTATIONS_NAME)
         for module in modules.values():
             del module.forward
 
 
 @dataclass
-class _Last:
-    """The last rounded tensor: linears that read one tensor in the same way share the work."""
+class _SharedInputs:
+    """The last quantized tensor; linears that quantize the same tensor in the same way share it."""
 
-    how: Sequence[Any] = ()
-    given: Tensor | None = None
-    found: Tensor | None = None
+    key: Sequence[Any] = ()
+    x: Tensor | None = None
+    output: Tensor | None = None
 
     def rounded(self, x: Tensor, layer: RotatedLinear) -> Tensor:
         scheme = None if layer.rounding is None else layer.rounding.scheme
-        how = (*layer.inputs, scheme, torch.is_grad_enabled())
-        if x is not self.given or how != self.how or self.found is None:
-            self.how, self.given, self.found = how, x, layer.rounded_inputs(x)
-        return self.found
+        key = (*layer.inputs, scheme, torch.is_grad_enabled())
+        if x is not self.input or key != self.key or self.output is None:
+            self.key, self.input, self.output = key, x, layer.quantized_inputs(x)
+        return self.output
 
 
-def _forward(module: nn.Module, layer: RotatedLinear, last: _Last) -> Any:
-    plain = module.forward
+def _forward(module: nn.Module, layer: RotatedLinear, shared_inputs: _SharedInputs) -> Any:
+    original_forward = module.forward
 
-    def with_rounded_inputs(x: Tensor) -> Tensor:
-        return plain(last.rounded(x, layer))
+    def with_quantized_inputs(x: Tensor) -> Tensor:
+        return original_forward(shared_inputs.quantized(x, layer))
 
-    def with_rounded_weight(x: Tensor) -> Tensor:
+    def with_quantized_weight(x: Tensor) -> Tensor:
         dense = CompressedLinear.of(module)
-        found = layer.product(x, dense.weight)
-        return found if dense.bias is None else found + dense.bias
+        output = layer.product(x, dense.weight)
+        return output if dense.bias is None else output + dense.bias
 
-    return with_rounded_inputs if layer.weight is None else with_rounded_weight
+    return with_quantized_inputs if layer.weight is None else with_quantized_weight

@@ -1,4 +1,4 @@
-"""Teachers: their predictions for the calibration sequences, computed once and stored, or computed in every step."""
+"""Teachers: predictions for the calibration sequences that are computed once and stored, or computed in every step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from compress.numerics.metrics import SoftTargets, rows_of_chunk, soft_targets
 from compress.passes.contract.processes import Processes
 from compress.train.checkpoint import digest
 
-PARTS = ("log_probs", "index", "log_rest", "text")
+FIELDS = ("log_probs", "index", "log_rest", "text")
 VALUES = "values"
 """The name of stored `Features`."""
 
-Teach = Callable[[], AbstractContextManager[nn.Module]]
-"""Open the teacher as a context manager of a runnable model."""
+OpenTeacher = Callable[[], AbstractContextManager[nn.Module]]
+"""Opens the teacher as a context manager of a runnable model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The teacher's answers without distributions, `Outputs.features`: hidden states, or the scores of a batch."""
+    """Answers of a teacher that are not distributions (`Outputs.features`): hidden states, or the scores of a batch.
+
+    Attributes:
+        values: the answers.
+    """
 
     values: Float[Tensor, "*rows width"]
 
@@ -41,70 +45,98 @@ Targets = SoftTargets | Features
 
 
 class Teacher(Protocol):
-    """Targets for sequences of the calibration text."""
+    """Computes targets for sequences of the calibration text."""
 
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
-        """The targets of all tokens of these sequences; rows: their numbers."""
+        """Return the targets of all tokens of some sequences.
+
+        Args:
+            ids: token ids of the sequences.
+            rows: indices of the sequences.
+        """
         ...
 
 
-def taught(
+def targets_of_output(
     output: Any,
     lm_objective: LMObjective,
     ids: Int[Tensor, "rows length"],
     rows: Sequence[int],
     temperature: float,
     top_k: int | None,
-    where: str,
+    label: str,
 ) -> Targets:
-    """The targets in an output of the teacher. Raises NumericError."""
+    """Convert an output of the teacher to targets.
+
+    Args:
+        output: output of the teacher.
+        lm_objective: inputs and targets of the text.
+        ids: token ids of the sequences.
+        rows: indices of the sequences.
+        temperature: temperature of the distributions.
+        top_k: number of most likely tokens; None for all.
+        label: prefix of error messages.
+
+    Raises:
+        NumericError: for outputs that are not finite.
+    """
     logits = lm_objective.predictions(output)
     if logits is not None:
-        wanted = lm_objective.targets(ids, rows) if lm_objective.learns else None
-        return reduced(logits, wanted, temperature, top_k, where)
+        text_targets = lm_objective.targets(ids, rows) if lm_objective.learns else None
+        return soft_targets_of_logits(logits, text_targets, temperature, top_k, label)
     assert isinstance(lm_objective, Outputs)
     values = lm_objective.features(output)
     if not bool(values.isfinite().all()):
-        raise NumericError(f"{where}: the teacher's outputs are not finite")
+        raise NumericError(f"{label}: the teacher's outputs are not finite")
     return Features(values)
 
 
-def reduced(
+def soft_targets_of_logits(
     logits: Float[Tensor, "rows length vocabulary"],
-    wanted: Int[Tensor, "rows length"] | None,
+    text_targets: Int[Tensor, "rows length"] | None,
     temperature: float,
     top_k: int | None,
-    where: str,
+    label: str,
 ) -> SoftTargets:
-    """Compute soft targets from logits, in chunks. Raises NumericError.
+    """Compute soft targets from logits in chunks.
 
-    wanted: `LMObjective.targets` of the text; None: the objective has none.
+    Args:
+        logits: logits of the teacher.
+        text_targets: `LMObjective.targets` of the text; None for an objective without targets.
+        temperature: temperature of the distributions.
+        top_k: number of most likely tokens; None for all.
+        label: prefix of error messages.
+
+    Raises:
+        NumericError: for logits that are not finite.
     """
     flat = logits.flatten(0, 1)
     rows = rows_of_chunk(flat.shape[-1])
     parts = [soft_targets(part, temperature, top_k) for part in flat.split(rows)]
-    cells = {name: [getattr(p, name) for p in parts] for name in PARTS if getattr(parts[0], name) is not None}
-    found = {name: torch.cat(pieces) for name, pieces in cells.items()}
-    if not bool(found["log_probs"].isfinite().all()):
-        raise NumericError(f"{where}: the teacher's logits are not finite")
-    if wanted is None:
-        return SoftTargets(**found)
-    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(rows), wanted.flatten().split(rows), strict=True)])
-    return SoftTargets(**found, text=text)
+    pieces_by_field = {
+        name: [getattr(p, name) for p in parts] for name in FIELDS if getattr(parts[0], name) is not None
+    }
+    target_fields = {name: torch.cat(pieces) for name, pieces in pieces_by_field.items()}
+    if not bool(target_fields["log_probs"].isfinite().all()):
+        raise NumericError(f"{label}: the teacher's logits are not finite")
+    if text_targets is None:
+        return SoftTargets(**target_fields)
+    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(rows), text_targets.flatten().split(rows), strict=True)])
+    return SoftTargets(**target_fields, text=text)
 
 
 def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    found = -nn.functional.cross_entropy(logits.float(), ids, ignore_index=IGNORED, reduction="none")
-    return found.masked_fill(ids == IGNORED, math.inf)
+    log_probs = -nn.functional.cross_entropy(logits.float(), ids, ignore_index=IGNORED, reduction="none")
+    return log_probs.masked_fill(ids == IGNORED, math.inf)
 
 
 class OnlineTeacher:
     """A teacher that runs in every step."""
 
     def __init__(
-        self, model: nn.Module, temperature: float, where: str, lm_objective: LMObjective = NEXT_TOKENS
+        self, model: nn.Module, temperature: float, label: str, lm_objective: LMObjective = NEXT_TOKENS
     ) -> None:
-        self.model, self.temperature, self.where, self.lm_objective = model, temperature, where, lm_objective
+        self.model, self.temperature, self.label, self.lm_objective = model, temperature, label, lm_objective
 
     @torch.no_grad()
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
@@ -112,17 +144,17 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def with_states(
-        self, ids: Int[Tensor, "rows length"], rows: Sequence[int], wanted: bool = True
+        self, ids: Int[Tensor, "rows length"], rows: Sequence[int], needs_states: bool = True
     ) -> tuple[Targets, Sequence[Tensor]]:
-        """Targets, and the hidden states before the first block and after each block, [rows, length, width]."""
+        """Return targets, and the hidden states before the first block and after each block [rows, length, width]."""
         with torch.autocast(ids.device.type, enabled=False):
-            found = self.lm_objective.read(self.model, ids, rows, output_hidden_states=wanted)
-        targets = taught(found, self.lm_objective, ids, rows, self.temperature, None, self.where)
-        return targets, found.hidden_states if wanted else ()
+            output = self.lm_objective.read(self.model, ids, rows, output_hidden_states=needs_states)
+        targets = targets_of_output(output, self.lm_objective, ids, rows, self.temperature, None, self.label)
+        return targets, output.hidden_states if needs_states else ()
 
 
 class CachedTeacher:
-    """A teacher whose targets are computed in advance, one sequence at a time, in files or in memory."""
+    """A teacher whose targets are computed in advance, one sequence at a time, and stored in files or in memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -133,19 +165,23 @@ class CachedTeacher:
         self._items.append(item)
 
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
-        found = [item if isinstance(item := self._items[row], dict) else load_file(item) for row in rows]
-        if VALUES in found[0]:  # the rows of a batch of hidden states, or the scores of a batch as one row
-            values = [part[VALUES] for part in found]
+        items = [item if isinstance(item := self._items[row], dict) else load_file(item) for row in rows]
+        if VALUES in items[0]:  # the rows of a batch of hidden states, or the scores of a batch as one row
+            values = [item[VALUES] for item in items]
             return Features(torch.cat(values, dim=0 if values[0].dim() == 3 else 1).to(self.device))
-        whole = {name: torch.cat([part[name] for part in found]).to(self.device) for name in found[0]}
-        return SoftTargets(**whole)
+        targets = {name: torch.cat([item[name] for item in items]).to(self.device) for name in items[0]}
+        return SoftTargets(**targets)
 
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """Options of a cached teacher: its `top_k` most likely tokens at a temperature.
+    """Options of a cached teacher.
 
-    source: of the teacher; None: the uncompressed model. lm_objective: the model inputs for the text.
+    Attributes:
+        temperature: temperature of the distributions.
+        top_k: number of most likely tokens.
+        source: source of the teacher; None for the uncompressed model.
+        lm_objective: model inputs for the text.
     """
 
     temperature: float
@@ -155,20 +191,30 @@ class TeacherOptions:
 
 
 def cached_teacher(
-    open_teacher: Teach,
+    open_teacher: OpenTeacher,
     ids: Int[Tensor, "sequences length"],
     options: TeacherOptions,
     work: Path | None,
     device: torch.device,
-    where: str,
+    label: str,
     report_progress: Callable[[int, int], None],
 ) -> CachedTeacher:
-    """Compute the teacher's most likely tokens for every token of every sequence; open the teacher only if needed.
+    """Compute the teacher's most likely tokens for every token of every sequence; the teacher is opened only if needed.
 
-    work: a folder that stores them; files of an interrupted run with the same options are reused. Several processes
-    fill the folder together; without a folder, each process computes all. report_progress: called with (done, of).
+    Several processes fill the folder together; without a folder, each process computes all targets.
 
-    Raises NumericError, SaveError.
+    Args:
+        open_teacher: opens the teacher.
+        ids: token ids of the sequences.
+        options: options of the targets.
+        work: folder for the targets, or None for memory. Files of an interrupted run with the same options are reused.
+        device: device of the teacher and the targets.
+        label: prefix of error messages.
+        report_progress: called with the number of completed and of all missing sequences.
+
+    Raises:
+        NumericError: for outputs that are not finite.
+        SaveError: if the targets cannot be written.
     """
     stored, folder = CachedTeacher(device), None
     if work is not None:
@@ -176,32 +222,34 @@ def cached_teacher(
         folder = work / f"teacher-{digest(record, {'ids': ids})[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
-    missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
+    missing = [i for i, path in enumerate(paths) if path is None or not _is_complete(path)]
     processes = Processes.launched(cpu=device.type == "cpu")
     processes.wait()  # so that all processes see the same missing files
     if folder is not None:
         missing = processes.share(missing)
-    made: dict[int, dict[str, Tensor]] = {}
+    computed: dict[int, dict[str, Tensor]] = {}
     if missing:
         with open_teacher() as model, torch.no_grad():
-            for done, i in enumerate(missing):
-                report_progress(done, len(missing))
+            for count_done, i in enumerate(missing):
+                report_progress(count_done, len(missing))
                 row = ids[i : i + 1].to(device)
                 output = options.lm_objective.read(model, row, [i])
-                targets = taught(output, options.lm_objective, row, [i], options.temperature, options.top_k, where)
-                made[i] = {name: t.cpu().contiguous() for name, t in vars(targets).items() if t is not None}
+                targets = targets_of_output(
+                    output, options.lm_objective, row, [i], options.temperature, options.top_k, label
+                )
+                computed[i] = {name: t.cpu().contiguous() for name, t in vars(targets).items() if t is not None}
                 if (path := paths[i]) is not None:
                     with atomic(path) as part:
-                        save_file(made.pop(i), part)
+                        save_file(computed.pop(i), part)
             report_progress(len(missing), len(missing))
     processes.wait()
     for i, path in enumerate(paths):
-        stored.append(made[i] if path is None else path)
+        stored.append(computed[i] if path is None else path)
     return stored
 
 
-def _whole(path: Path) -> bool:
-    """Whether a file exists and is complete."""
+def _is_complete(path: Path) -> bool:
+    """Return whether a file exists and is complete."""
     try:
         with safe_open(path, framework="pt") as file:
             return not {"log_probs", VALUES}.isdisjoint(file.keys())

@@ -20,8 +20,8 @@ from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
 from compress.passes.train.distill import Distill
 from compress.train.loop import STATE
-from compress.train.objective import LanguageLoss, evenly, relative
-from compress.train.teacher import OnlineTeacher, reduced
+from compress.train.objective import LanguageLoss, evenly_spaced_pairs, relative_error
+from compress.train.teacher import OnlineTeacher, soft_targets_of_logits
 
 RTN3 = {"weights": "int3", "group_size": 32}
 
@@ -269,17 +269,17 @@ def test_hidden_states_are_held_to_those_of_the_mapped_blocks(pico_model, teache
 
 
 def test_blocks_of_a_shallower_student_are_mapped_evenly():
-    assert evenly(6, 12) == [(0, 1), (1, 3), (2, 5), (3, 7), (4, 9), (5, 11)]
-    assert evenly(3, 3) == [(0, 0), (1, 1), (2, 2)]
+    assert evenly_spaced_pairs(6, 12) == [(0, 1), (1, 3), (2, 5), (3, 7), (4, 9), (5, 11)]
+    assert evenly_spaced_pairs(3, 3) == [(0, 0), (1, 1), (2, 2)]
 
 
 @pytest.mark.slow
 def test_training_on_hidden_states_brings_them_nearer(pico_model, teacher, text):
     student, wanted = compress.apply(pico_model, [compress.RTN(**RTN3)]), states_of(teacher, text[1])[2]
-    before = float(relative(states_of(student, text[1])[2], wanted))
+    before = float(relative_error(states_of(student, text[1])[2], wanted))
     step = Distill(steps=12, learning_rate=0.01, top_k=None, hidden=10.0, hold_out=0)
     compress.apply(student, [step], text[0], teacher=teacher)
-    after = float(relative(states_of(student, text[1])[2], wanted))
+    after = float(relative_error(states_of(student, text[1])[2], wanted))
     assert after < 0.95 * before
 
 
@@ -308,7 +308,7 @@ def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k
     with torch.no_grad():
         logits = teacher(input_ids=pico_ids[:1]).logits[0].log_softmax(-1)
     text = torch.cat([logits[:-1].gather(1, pico_ids[0, 1:, None])[:, 0], torch.tensor([math.inf])])
-    targets = reduced(logits[None], NEXT_TOKENS.targets(pico_ids[:1], [0]), 1.0, top_k, "here")
+    targets = soft_targets_of_logits(logits[None], NEXT_TOKENS.targets(pico_ids[:1], [0]), 1.0, top_k, "here")
     torch.testing.assert_close(targets.text, text, atol=1e-4, rtol=1e-4)
     student.requires_grad_(False)
     own = student(input_ids=pico_ids[:1]).logits[0]

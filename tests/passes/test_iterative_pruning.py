@@ -46,7 +46,7 @@ def test_what_a_round_starts_from_and_with_which_rates(pico_model, pico_ids, wat
     rates = [[point["rate"] for point in record["curve"] if "rate" in point] for _, _, _, record, _ in watched]
     if rewinds:
         (_, _, span, _, _), *rounds = watched
-        kept, whole = span.kept, rates.pop(0)
+        kept, whole = span.saved_parameters, rates.pop(0)
         assert len(whole) == 4 and whole[2:] == rates[0] == rates[1], "the last half of the schedule"
     else:
         rounds, kept = watched, None

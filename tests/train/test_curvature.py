@@ -9,7 +9,7 @@ import compress
 from compress.errors import NumericError, TargetError
 from compress.layers.linear import linears
 from compress.models.kinds.objective import run_on
-from compress.train.curvature import draws, hessian_traces, surprise, weight_curvature
+from compress.train.curvature import hessian_traces, label_generator, sampled_nll, weight_curvature
 
 
 def untold(done):
@@ -27,7 +27,7 @@ def blocks_of(model):
 def test_answers_are_drawn_from_the_models_own_predictions(tiny, ids):
     model, row = tiny("llama"), ids(1, 200)
     with torch.no_grad():
-        found = [surprise(model, row, draw(seed)) for seed in range(20)]
+        found = [sampled_nll(model, row, draw(seed)) for seed in range(20)]
         logits = run_on(model, row).logits[0].log_softmax(-1)
     entropy = float(-(logits.exp() * logits).sum())
     assert {places for _, places in found} == {200}
@@ -69,7 +69,7 @@ def test_it_adds_up_tokens_and_sequences(tiny, ids):
 
         handle = model.get_submodule(name).register_forward_hook(keep)
         with torch.enable_grad():
-            surprise(model, row, draws(row, 3))[0].backward()
+            sampled_nll(model, row, label_generator(row, 3))[0].backward()
         handle.remove()
         for x, g in zip(kept["x"], kept["y"].grad[0], strict=True):
             by_hand += torch.outer(g.square(), x.square())
@@ -94,7 +94,7 @@ def test_the_trace_is_that_of_the_whole_hessian(tiny, ids):
     def loss(flat):
         changed = {f"{name}.weight": flat.view_as(weight)}
         answer = torch.func.functional_call(model, changed, (), {"input_ids": row, "use_cache": False}).logits[0]
-        drawn = torch.multinomial(answer.detach().float().softmax(-1), 1, generator=draws(row, 0))[:, 0]
+        drawn = torch.multinomial(answer.detach().float().softmax(-1), 1, generator=label_generator(row, 0))[:, 0]
         return nn.functional.cross_entropy(answer, drawn, reduction="sum")
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

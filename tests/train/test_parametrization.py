@@ -20,7 +20,7 @@ IDS = torch.arange(24).reshape(6, 4)
 class Drifting(Parametrization):
     """gain * (W + drift): the gain is learned, the drift grows by 1 in every step, ten times W's gradient counts."""
 
-    own = "norms"
+    parameter_kind = "norms"
 
     def __init__(self):
         super().__init__()
@@ -33,12 +33,12 @@ class Drifting(Parametrization):
     def adjust(self, weight):
         weight.grad.mul_(10)
 
-    def update(self, weight, done, of):
+    def update(self, weight, step, total_steps):
         self.drift += 1
-        return {"drift": (self.drift.clone(), 2), "done": (done, of)}
+        return {"drift": (self.drift.clone(), 2), "done": (step, total_steps)}
 
-    def ready(self, done, of):
-        return done >= 3
+    def ready(self, step, total_steps):
+        return step >= 3
 
     def finalize(self, weight, storage):
         return quantize(self.forward(weight), GRIDS["int8"], "channel"), weight > 0
@@ -50,7 +50,7 @@ def student_of(how):
     trained = TrainedLinear(layer)
     parameters = {kind: {} for kind in KINDS}
     parameters["weights"]["layer.weight"] = trained.train_weight(how)
-    parameters[how.own] |= {f"layer.{name}": p for name, p in how.named_parameters()}
+    parameters[how.parameter_kind] |= {f"layer.{name}": p for name, p in how.named_parameters()}
     return Student(trained, parameters, {"layer": trained})
 
 

@@ -16,7 +16,7 @@ from compress.numerics.hadamard import random_orthogonal
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions
 from compress.train.fake_quantized import FakeQuantized
-from compress.train.rotations import OfAll, OfHeads, RotatedLinear, WhenRun, rotated
+from compress.train.rotations import FullRotation, HeadRotation, OnlineHadamard, RotatedLinear, rotated
 
 TURN = [[0.6, -0.8], [0.8, 0.6]]
 STEP = 2.6 / 7.5  # of int4: the largest magnitude of x R = [2.6, -1.8] over half the range of codes, 7.5
@@ -46,7 +46,7 @@ def test_rounded_inputs_by_hand(transposed):
     dy/dR_ij = x_i (W R)_j + W_i Q_j: the first term through the rounding, as if it were not there.
     """
     rotation, model = nn.Parameter(torch.tensor(TURN)), One(transposed)
-    layer = RotatedLinear([OfAll(rotation)], [], rounding(2))
+    layer = RotatedLinear([FullRotation(rotation)], [], rounding(2))
     with rotated(model, {"hidden": rotation}, {"linear": layer}) as student:
         assert list(student.named()) == ["hidden"] and "learned_rotations.hidden" in dict(model.named_parameters())
         found = model(torch.tensor([[3.0, 1.0]]))
@@ -61,7 +61,7 @@ def test_rounded_weights_by_hand():
     """W R = [2.2, 0.4] becomes [7, 1] steps of 2.2 / 7.5: its quotients are 7.5 and 1.36."""
     rotation, model = nn.Parameter(torch.tensor(TURN)), One()
     weight = FakeQuantized(GridOptions(GRIDS["int4"], "channel", True, "absmax", torch.float32), None)
-    layer = RotatedLinear([OfAll(rotation)], [], rounding(2), weight)
+    layer = RotatedLinear([FullRotation(rotation)], [], rounding(2), weight)
     with rotated(model, {"hidden": rotation}, {"linear": layer}):
         found = model(torch.tensor([[3.0, 1.0]]))
     assert float(found) == pytest.approx(STEP * 2.2 / 7.5 * (7 * 7 - 5 * 1), rel=1e-6)
@@ -71,21 +71,21 @@ def test_outputs_are_rotated_back():
     """Without rounding every rotation of inputs and outputs cancels; the rotated weight is B^T W R."""
     turn, back, head = (random_orthogonal(size, size).float() for size in (8, 6, 3))
     weight, x = torch.randn(6, 8), torch.randn(5, 8)
-    layer = RotatedLinear([OfAll(turn)], [OfAll(back)])
+    layer = RotatedLinear([FullRotation(turn)], [FullRotation(back)])
     assert torch.allclose(layer.rotated_weight(weight), back.T @ weight @ turn, atol=1e-5)
     assert torch.allclose(layer.product(x, weight), x @ weight.T, atol=1e-5)
-    heads = OfHeads(head, torch.tensor([[0, 1, 2], [5, 4, 3]]))  # channels in another order, and two that stay
+    heads = HeadRotation(head, torch.tensor([[0, 1, 2], [5, 4, 3]]))  # channels in another order, and two that stay
     wanted = torch.cat([x[:, :3] @ head, (x[:, [5, 4, 3]] @ head).flip(1), x[:, 6:]], dim=1)
     assert torch.allclose(heads.forward(x), wanted, atol=1e-6)
-    online = WhenRun(Hadamard.of(8, 0, (6, 8)))
+    online = OnlineHadamard(Hadamard.of(8, 0, (6, 8)))
     for one in (heads, online):
-        assert torch.allclose(one.back(one.forward(x)), x, atol=1e-5) and not torch.allclose(one.forward(x), x)
+        assert torch.allclose(one.inverse(one.forward(x)), x, atol=1e-5) and not torch.allclose(one.forward(x), x)
 
 
 def test_linears_that_read_one_tensor_share_the_rounding():
     rotation, model, calls = nn.Parameter(torch.tensor(TURN)), nn.ModuleList([One(), One(), One()]), []
 
-    class Counted(OfAll):
+    class Counted(FullRotation):
         def forward(self, x):
             calls.append(x)
             return super().forward(x)
@@ -104,7 +104,7 @@ def test_sharded_rotations_are_an_error():
     rotation, model = nn.Parameter(torch.tensor(TURN)), One()
     with (
         rotated(
-            model, {"hidden": rotation}, {"linear": RotatedLinear([OfAll(rotation)])}, "passes[0] rotate"
+            model, {"hidden": rotation}, {"linear": RotatedLinear([FullRotation(rotation)])}, "passes[0] rotate"
         ) as student,
         pytest.raises(
             RecipeError, match=r"passes\[0\] rotate: the launcher uses FSDP, .*; launch with --multi_gpu, or"

@@ -77,7 +77,7 @@ def test_scales_that_are_no_plain_floats_stay(tiny):
     pack(model, "model.layers.2.mlp.up_proj")
     with student_of(model, train=["scales"]) as student:
         assert list(student.parameters["scales"]) == ["model.layers.2.mlp.up_proj.factor"]
-        assert student.kept == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+        assert student.untrained_layers == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma2", "mixtral"])

@@ -32,7 +32,7 @@ from compress.train.loop import TrainingContext, train
 from compress.train.objective import LanguageLoss
 from compress.train.options import LoopOptions, Share
 from compress.train.parametrization import ParameterKind, Parametrization
-from compress.train.rotations import OfAll, OfHeads, RotatedLinear, Turn, WhenRun, rotated
+from compress.train.rotations import ChannelRotation, FullRotation, HeadRotation, OnlineHadamard, RotatedLinear, rotated
 from compress.train.teacher import OnlineTeacher
 
 GROUP = 64
@@ -130,7 +130,7 @@ class RotationLearning(LoopOptions, Options):
     def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return CayleySGD(groups, self.momentum)
 
-    def step_count(self, sequences: int, each: int) -> int:
+    def step_count(self, sequences: int, sequences_per_step: int) -> int:
         return self.steps
 
     def memory(self, size: ProblemSize) -> int:
@@ -244,19 +244,19 @@ def layers_of(
 ) -> dict[str, RotatedLinear]:
     """What is rotated and rounded in every linear. rotations: by name, of hidden states and of each value link."""
     device = next(model.parameters()).device
-    inputs: dict[str, list[Turn]] = {name: [] for name in found.names}
-    outputs: dict[str, list[Turn]] = {name: [] for name in found.names}
+    inputs: dict[str, list[ChannelRotation]] = {name: [] for name in found.names}
+    outputs: dict[str, list[ChannelRotation]] = {name: [] for name in found.names}
     if found.size is not None:
-        whole = OfAll(rotations[HIDDEN])
+        whole = FullRotation(rotations[HIDDEN])
         for turns, side in ((inputs, found.readers), (outputs, found.writers)):
             for name in side & turns.keys():
                 turns[name].append(whole)
     for i, link in enumerate(found.values):
         for turns, (name, channels) in ((inputs, link.reader()), (outputs, link.writer())):
-            turns[name].append(OfHeads(rotations[_name(i)], channels.to(device)))
+            turns[name].append(HeadRotation(rotations[_name(i)], channels.to(device)))
     for name in found.names:
         transform = found.online(name)
-        inputs[name] += [] if transform is None else [WhenRun(transform.to(device))]
+        inputs[name] += [] if transform is None else [OnlineHadamard(transform.to(device))]
     shapes = {name: CompressedLinear.of(model.get_submodule(name)).shape for name in found.names}
     return {
         name: RotatedLinear(inputs[name], outputs[name], options.rounding(shapes[name]), options.weight_rounding())

@@ -18,7 +18,7 @@ from compress.passes.contract.processes import Processes
 from compress.train.loop import TrainingContext, train
 from compress.train.options import Share, TrainingOptions
 from compress.train.parametrization import Parametrize, masked
-from compress.train.student import KEPT, trainable
+from compress.train.student import UNTRAINED_SCALES, trainable
 
 ErrorName = Literal["symmetric", "asymmetric"]
 """The target of a block's output. 'symmetric': the original block's output for the same inputs. 'asymmetric': the
@@ -114,8 +114,13 @@ class ReconstructionPass(TrainingOptions, BlockPass):
         where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
         chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, whole=False)
         with chosen as student:
-            if student.kept:
-                log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
+            if student.untrained_layers:
+                log(
+                    "fallback",
+                    UNTRAINED_SCALES,
+                    layers=len(student.untrained_layers),
+                    first=student.untrained_layers[0],
+                )
             examples = torch.arange(inputs.batches)
             steps: int = train(student, objective, examples, self, where, parts=True)["steps"]
             others = [*student.parameters["norms"], *student.parameters["biases"]]

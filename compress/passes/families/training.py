@@ -33,10 +33,10 @@ from compress.passes.families.allocation import Uniform
 from compress.passes.families.pruning import Pruning
 from compress.sweep.survey import survey_model
 from compress.train.loop import TrainingContext, train
-from compress.train.objective import LanguageLoss, pairs_of_states
+from compress.train.objective import LanguageLoss, state_pairs
 from compress.train.options import TrainingOptions
 from compress.train.parametrization import Kind, Parametrization, masked
-from compress.train.student import KEPT, Student, trainable
+from compress.train.student import UNTRAINED_SCALES, Student, trainable
 from compress.train.teacher import CachedTeacher, OnlineTeacher, Teacher, TeacherOptions, cached_teacher
 
 TEACHERS = ("teacher", "divergence", "temperature", "top_k")
@@ -164,7 +164,7 @@ class TrainingPass(TrainingOptions, ModelPass):
         widths = text_config(model.config).hidden_size, text_config(teacher.config).hidden_size
         blocks = len(find_blocks(model)), len(find_blocks(teacher))
         try:
-            pairs_of_states(widths, blocks, self.layer_map)
+            state_pairs(widths, blocks, self.layer_map)
         except ModelError as error:
             raise ModelError(f"{where}: {error}") from error
 
@@ -176,8 +176,14 @@ class TrainingPass(TrainingOptions, ModelPass):
         """Prepare the model for training and restore it at the end. Raises TargetError."""
         label = run.label or self.key()
         with trainable(model, self.kinds, self.takes, run.storage, label, self.parametrize) as student:
-            if student.kept:
-                run.journal.add("fallback", label, KEPT, layers=len(student.kept), first=student.kept[0])
+            if student.untrained_layers:
+                run.journal.add(
+                    "fallback",
+                    label,
+                    UNTRAINED_SCALES,
+                    layers=len(student.untrained_layers),
+                    first=student.untrained_layers[0],
+                )
             yield student
 
     @contextmanager
@@ -246,8 +252,14 @@ class SparseTrainingPass(Pruning, TrainingPass):
             return own.parametrize(name, layer)
 
         with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
-            if student.kept:
-                run.journal.add("fallback", label, KEPT, layers=len(student.kept), first=student.kept[0])
+            if student.untrained_layers:
+                run.journal.add(
+                    "fallback",
+                    label,
+                    UNTRAINED_SCALES,
+                    layers=len(student.untrained_layers),
+                    first=student.untrained_layers[0],
+                )
             yield student
 
     def allocated(self, model: nn.Module, run: Run) -> Mapping[str, float]:

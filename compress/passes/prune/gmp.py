@@ -61,11 +61,11 @@ class _Gradual(Shrinking):
         super().__init__(layer)
         self.step = step
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
-        schedule = self.step.growth(of)
-        if schedule.due(done):
-            self.shrink(weight, self.step.pattern, schedule.at(done))
-        return super().update(weight, done, of)
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
+        schedule = self.step.growth(total_steps)
+        if schedule.due(step):
+            self.shrink(weight, self.step.pattern, schedule.at(step))
+        return super().update(weight, step, total_steps)
 
-    def ready(self, done: int, of: int) -> bool:
-        return done >= self.step.growth(of).last
+    def ready(self, step: int, total_steps: int) -> bool:
+        return step >= self.step.growth(total_steps).last

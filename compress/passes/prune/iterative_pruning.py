@@ -88,7 +88,7 @@ class IterativePruning(SparseTrainingPass):
         where = replace(where, label=label, work=work)
         assert run.calibration is not None
         run.training[label] = train(student, objective, run.calibration, settings, where, span)
-        return span.kept
+        return span.saved_parameters
 
 
 class _Rounds(Shrinking):

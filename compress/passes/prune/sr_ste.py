@@ -97,7 +97,7 @@ class _Chosen(Parametrization):
         # W - rate * lambda_W * (1 - mask) * W: pruned weights become smaller
         weight.sub_(weight * ~self.mask, alpha=rate * self.strength)
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
         if self.allowed is not None:
             weight.mul_(self.allowed)
         chosen = self.pattern.keep(magnitudes(weight, self.allowed), 0.0)
@@ -105,7 +105,7 @@ class _Chosen(Parametrization):
             chosen &= self.allowed
         flips = (chosen != self.mask).sum()
         self.mask.copy_(chosen)
-        return {} if done == 0 else {"flips": (flips, chosen.numel())}
+        return {} if step == 0 else {"flips": (flips, chosen.numel())}
 
     def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype

@@ -113,17 +113,17 @@ class _TwoSets(Parametrization):
         factor = self.mask + (self.outer & ~self.mask) / self.step.density
         weight.sub_(weight * factor, alpha=rate * self.step.penalty)
 
-    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+    def update(self, weight: nn.Parameter, step: int, total_steps: int) -> Shares:
         if self._resting is not None:
             weight[~self.outer], self._resting = self._resting, None
         if self.allowed is not None:
             weight.mul_(self.allowed)
-        before, last = self.mask.clone(), round(self.step.explore * of)
-        if done == 0 or (done < last and done % self.step.every == 0):
+        before, last = self.mask.clone(), round(self.step.explore * total_steps)
+        if step == 0 or (step < last and step % self.step.every == 0):
             self._choose(weight)
-        if done >= last:
+        if step >= last:
             self.outer.copy_(self.mask)
-        return {} if done == 0 else {"flips": ((before != self.mask).sum(), before.numel())}
+        return {} if step == 0 else {"flips": ((before != self.mask).sum(), before.numel())}
 
     def _choose(self, weight: Float[Tensor, "out in"]) -> None:
         """Choose A and B among all weights."""

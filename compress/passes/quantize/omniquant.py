@@ -35,7 +35,7 @@ from compress.passes.families.descent import Descent, Forward, rounded, shuffled
 from compress.passes.families.equalizing import smoothing, weight_absmax
 from compress.passes.families.learned_rounding import BlockQuantizing
 from compress.passes.families.quantizing import ScaleOption
-from compress.train.options import Share, held_out
+from compress.train.options import Share, split_held_out
 
 EPOCHS = 20  # OmniQuant, section 4.1, which has 40 for 2 bits
 ALPHA = 0.5  # OmniQuant, reference code (main.py): migration strength of the initial scales, which are SmoothQuant's
@@ -140,7 +140,7 @@ class OmniQuant(BlockQuantizing):
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         every, roundings = range(inputs.batches), self.roundings(inputs)
         targets = [self.target(block, inputs, batch) for batch in every]
-        trained, held = held_out(inputs.batches, self.hold_out, self.seed)
+        trained, held = split_held_out(inputs.batches, self.hold_out, self.seed)
         descent = Descent(block, inputs, targets, held or trained)
         plain = self._codes(block, inputs, self._clippings(block, inputs, {}), log)
         before = self._error(descent, plain, roundings)

@@ -128,8 +128,8 @@ class TracedDecoding:
         return decoder.run(tensors, cache)
 
     def forget(self) -> None:
-        """Record all steps anew, because modules of the model were replaced."""
-        self.known, self.last, self.place = {}, None, None
+        """Discard all traced steps, because modules of the model were replaced."""
+        self.decoders, self.snapshot, self.parameter_place = {}, None, None
 
     def address(self) -> int:
         """Return the address of a parameter, which changes when the model is moved."""

@@ -60,7 +60,7 @@ from compress.pipeline.restore import is_file, restore_block
 from compress.pipeline.shards import ShardEntry, record, write_entry
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
 from compress.sweep.install import LayerResult
-from compress.sweep.rounded_ends import ends_of, round_ends
+from compress.sweep.quantized_embeddings import embeddings_of, quantize_embeddings
 from compress.version import __version__
 
 SEGMENTS = "segments"
@@ -282,7 +282,7 @@ class Shards:
     def close(self, segment: Segment, logits: Callable[[], Tensor], ends: list[LayerResult]) -> None:
         """Write the tensors outside of blocks and the manifest, and remove the previous snapshot."""
         folder, label = self.manifest.folder, segment.steps[-1][0]
-        round_ends(self.opened, self.run, self.steps)
+        quantize_embeddings(self.opened, self.run, self.steps)
         self._earlier.setdefault(OUTSIDE, []).extend(asdict(result) for result in ends)
         if self.first and segment.last:
             write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
@@ -386,7 +386,7 @@ class Shards:
         if format_.file is None:
             return None
         paths = {name: manifest.folder / entry.file for entry in manifest.shards.values() for name in entry.names}
-        return format_.assemble(manifest.staged, ends_of(self.opened), schemes, paths)
+        return format_.assemble(manifest.staged, embeddings_of(self.opened), schemes, paths)
 
     def _write(self) -> None:
         """Write the manifest with the costs so far, and publish what is staged."""

@@ -27,7 +27,7 @@ from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
 from compress.pipeline.export import save
 from compress.report.card import write_export_card
-from compress.sweep.rounded_ends import rounded_ends
+from compress.sweep.quantized_embeddings import quantized_embeddings
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 OUTLIER = 6.0  # LLM.int8: the threshold of outliers, for formats whose readers always round the inputs of int8 weights
@@ -294,7 +294,7 @@ def _rounded_ends(model: PreTrainedModel, tokenizer: Any, form: Format) -> list[
     """A line for each dense embedding and head that the format rounds."""
     first, found = next(model.parameters()), []
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
-    for name, part in rounded_ends(opened, Run(first.device, first.dtype, format=form)).items():
+    for name, part in quantized_embeddings(opened, Run(first.device, first.dtype, format=form)).items():
         weight = model.get_parameter(name).detach().double()
         error = float((part.dense(torch.float32).double() - weight).norm() / weight.norm().clamp(min=1e-30))
         found.append(Exported(name.removesuffix(".weight"), "dense", part.scheme.text, 1, error))

@@ -112,7 +112,7 @@ def engine(
     for segment in parts[sink.start(parts) :]:
         ends: list[LayerResult] = []
         if segment.swept:
-            sweep = Sweep(opened, segment.steps, batches, probe, run, run.store_bytes, last=segment.last)
+            sweep = Sweep(opened, segment.steps, batches, probe, run, run.store_bytes, is_last_segment=segment.last)
             hidden = sweep(partial(sink.done, segment), partial(sink.restore, segment))
             logits, ends = partial(sweep.shell.logits, probe, hidden), sweep.ends
         else:

@@ -42,9 +42,9 @@ from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import Run
 from compress.pipeline.readers import check_together
-from compress.sweep.install import adapt, take_in
+from compress.sweep.install import adapt, adapt_block
+from compress.sweep.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.sweep.reference import twin
-from compress.sweep.rounded_ends import ends_of, rounded_ends
 from compress.version import __version__
 
 
@@ -78,7 +78,7 @@ def save(
     if model.name_or_path and (source := Path(model.name_or_path)).is_dir():
         opened.processor = read_processor(source)
     _check_outside(opened)
-    if reason := target.refuses_model(ends_of(opened)):
+    if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
     run = Run(first.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
     with _new_folder(Path(folder)) as part:
@@ -160,7 +160,7 @@ class _Written:
     def add(self, block: Block) -> None:
         """Write a block, in the form of the format; the block itself does not change."""
         run, copied = self.run, replace(block, module=twin(block.module))
-        take_in(copied, run, self.opened.dtype)
+        adapt_block(copied, run, self.opened.dtype)
         for layer in linears(copied.module).values():
             if isinstance(layer, CompressedLinear) and layer.scheme.folds:
                 layer.absorb_inputs(stored_sparsity(layer, run.storage, run.sparse) is not None)
@@ -189,7 +189,7 @@ class _Written:
         for name, layer in layers.items():
             adapt(layer, run, opened.dtype, f"save: {name}")
             self._stored(name, layer)
-        self._write(1, outside_tensors(opened, layers, run.format, run.storage, rounded_ends(opened, run)))
+        self._write(1, outside_tensors(opened, layers, run.format, run.storage, quantized_embeddings(opened, run)))
         stated = stated_scheme(opened.model, self.caches, run.format)
         ignore = dense_linear_names(opened, set(self.schemes))
         check_together(run.format, self.schemes)
@@ -197,7 +197,7 @@ class _Written:
         own = self.caches if stated is None else {}
         if run.format.file is not None:
             paths = {name: self.folder / file for file, names in self.shards.items() for name in names}
-            run.format.assemble(self.folder, ends_of(opened), self.schemes, paths)
+            run.format.assemble(self.folder, embeddings_of(opened), self.schemes, paths)
             for file in self.shards:
                 (self.folder / file).unlink()
             self.shards = {}

@@ -15,7 +15,7 @@ from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_co
 from compress.pipeline.sources import open_original, original_of
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
-from compress.sweep.original import looks_back
+from compress.sweep.original import needs_original
 
 
 def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:
@@ -51,8 +51,8 @@ def check_teachers(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> 
 
 
 def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
-    """Check that the blocks from before compression are known to passes that need them (`looks_back`)."""
-    label = looks_back(steps)
+    """Check that the blocks from before compression are known to passes that need them (`needs_original`)."""
+    label = needs_original(steps)
     if label is None:
         return
     source, form = original_of(recipe.model), opened
@@ -77,7 +77,7 @@ def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> 
 
 def check_original_given(steps: Sequence[Step], given: bool) -> None:
     """Check the same for a model in memory. given: whether the caller gives the uncompressed model."""
-    label = looks_back(steps)
+    label = needs_original(steps)
     if label is not None and not given:
         names = next(names for where, _, names in steps if where == label)
         raise nothing_compressed(label, len(names), ", or give the uncompressed model (teacher=...)")

@@ -45,7 +45,7 @@ from compress.pipeline.texts import check_texts, suited
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 from compress.sweep.capture import ModelShell
-from compress.sweep.rounded_ends import ends_of
+from compress.sweep.quantized_embeddings import embeddings_of
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, 
     Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
     """
     ModelShell(opened).check()
-    if reason := recipe.save.target().refuses_model(ends_of(opened)):
+    if reason := recipe.save.target().refuses_model(embeddings_of(opened)):
         raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
     steps, form = resolve(recipe.passes, opened, recipe.save.target())
     _check_cache(recipe, steps)
@@ -242,7 +242,7 @@ def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
 
 def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
     """Raise TargetError for a block type of an end that a pass compresses, which has the type of the pass's grid."""
-    ends = ends_of(opened)
+    ends = embeddings_of(opened)
     given = {} if ends.tied else {ends.embedding: "embedding"}
     given |= {ends.head: "head"}
     for end in find_ends(opened.model):
@@ -344,7 +344,7 @@ def _rest_bytes(
         found |= {f"{block.name}.{name}": tensor for name, tensor in kept.items()}
     if format_ is None:
         return sum(_bytes(tensor, storage) for tensor in found.values())
-    places, total = ends_of(opened), 0
+    places, total = embeddings_of(opened), 0
     for name, tensor in found.items():
         part = format_.end_layout(places, name, tensor.shape)
         if part is None:

@@ -67,8 +67,8 @@ from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import sensitivity_of, write_report
 from compress.sweep.capture import ModelShell
-from compress.sweep.install import adapt, take_in
-from compress.sweep.rounded_ends import round_ends
+from compress.sweep.install import adapt, adapt_block
+from compress.sweep.quantized_embeddings import quantize_embeddings
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
 
@@ -240,7 +240,7 @@ def prepare(
         journal.add("note", "plan", log)
     steps, form = resolve(recipe.passes, opened, format_)
     accept = settled_check(recipe, opened, form)
-    round_ends(opened, context, steps)
+    quantize_embeddings(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     evaluated = eval_ids(recipe, opened)
     texts = {use.text: ids for ids, use in evaluated}
@@ -272,7 +272,7 @@ def _take_in_compressed(opened: OpenModel, context: Run) -> None:
     if not isinstance(opened.weights, Packed):
         return
     format_ = context.format
-    opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
+    opened.weights.settle = partial(adapt_block, run=context, dtype=opened.dtype)
     for name, layer in compressed_ends(opened.model).items():
         adapt(layer, context, opened.dtype, f"model: {name}")
     if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):

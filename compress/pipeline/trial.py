@@ -36,7 +36,7 @@ from compress.pipeline.resolve import lm_objective_for, schemes_of, storage_dtyp
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import Recipe
 from compress.sweep.capture import ModelShell
-from compress.sweep.original import looks_back
+from compress.sweep.original import needs_original
 
 STEPS = 2  # equal steps of a pass in a trial; another trial takes twice as many
 PROBE_TOKENS = 16
@@ -212,7 +212,7 @@ def unlike(opened: OpenModel, steps: Sequence[Step]) -> str | None:
         return "the model has two stacks of blocks"
     if any(scheme.quantized for scheme in schemes_of(opened).values()):
         return "the model is quantized already"
-    if looks_back(steps) is not None:
+    if needs_original(steps) is not None:
         return "a pass compares with the model before an earlier run"
     if any(isinstance(step.requires.teacher, str) for _, step, _ in steps):
         return "a pass learns from another model"

@@ -1,4 +1,4 @@
-"""The calibration inputs of a block in a sweep, as block passes see them."""
+"""The calibration inputs of a block in a sweep; the implementation of `BlockInputs` for block passes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ from compress.passes.contract.processes import Processes
 from compress.passes.contract.samples import Sample
 from compress.sweep.capture import Call, read_held
 from compress.sweep.context import BlockContext
-from compress.sweep.install import LayerResult, install, of_one_input
+from compress.sweep.install import LayerResult, group_by_transforms, install
 from compress.sweep.store import ActivationStore
 
 
 @dataclass
-class Inputs:
-    """BlockInputs of one block in a sweep.
+class SweepInputs:
+    """The `BlockInputs` of one block in a sweep.
 
-    reference_outputs: the uncompressed model's activations after the block. original_outputs: the block's outputs
-    before the sweep. Each is None unless the pass needs it. results: of the layers that the pass has installed.
+    Attributes:
+        context: context of the pass.
+        names: linears of the pass in the block.
+        reference_outputs: activations of the uncompressed model after the block; None unless the pass needs them.
+        original_outputs: outputs of the block before the sweep; None unless the pass needs them.
+        groups: groups of linears with the same input that contain a linear of the pass.
+        results: results of the layers that the pass has installed.
     """
 
     context: BlockContext
@@ -46,12 +51,12 @@ class Inputs:
 
     def __post_init__(self) -> None:
         module = self.context.block.module
-        found = [
+        groups = [
             replace(group, linears=tuple(part))
             for group in self.context.groups()
-            for part in of_one_input(module, group.linears)
+            for part in group_by_transforms(module, group.linears)
         ]
-        self.groups = [group for group in found if set(group.linears) & set(self.names)]
+        self.groups = [group for group in groups if set(group.linears) & set(self.names)]
 
     @property
     def name(self) -> str:
@@ -74,11 +79,15 @@ class Inputs:
         return self.context.run.at(self.label).folder_of_pass()
 
     def check(self, step: BlockPass) -> None:
-        """Raise TargetError when the pass must not change a layer that shares its input with the pass's layers."""
+        """Check that the layers that share an input with the layers of the pass may be changed.
+
+        Raises:
+            TargetError: for a layer that the pass must not change.
+        """
         for name in [name for group in self.groups for name in group.linears if name not in self.names]:
             module = self.context.block.module.get_submodule(name)
-            packed = isinstance(module, CompressedLinear) and module.quantized
-            if packed and "quantized" in step.never_after:
+            is_packed = isinstance(module, CompressedLinear) and module.quantized
+            if is_packed and "quantized" in step.never_after:
                 raise TargetError(
                     f"{self.context.label}: {self.context.full(name)} is quantized and reads the same input as a layer "
                     "of this pass; put this pass before the quantization of both"
@@ -87,47 +96,49 @@ class Inputs:
     @property
     def links(self) -> list[Link]:
         if self._links is None:  # computed on first use: not every pass folds
-            block, kept = self.context.block.module, self.context.state.links
+            block, links_by_signature = self.context.block.module, self.context.state.links
             signature = block_signature(block)
-            found = kept[signature] = find_links(block, self.probe, kept.get(signature, ()))
-            self._links = [link for link in found if set(link.readers) & set(self.names)]
+            links = links_by_signature[signature] = find_links(block, self.probe, links_by_signature.get(signature, ()))
+            self._links = [link for link in links if set(link.readers) & set(self.names)]
         return self._links
 
     @property
     def permutations(self) -> list[Permutation]:
-        block, kept = self.context.block.module, self.context.state.permutations
+        block, permutations_by_signature = self.context.block.module, self.context.state.permutations
         signature = block_signature(block)
-        found = kept[signature] = find_permutations(block, self.probe, kept.get(signature, ()))
-        return [link for link in found if set(link.readers) & set(self.names)]
+        permutations = permutations_by_signature[signature] = find_permutations(
+            block, self.probe, permutations_by_signature.get(signature, ())
+        )
+        return [link for link in permutations if set(link.readers) & set(self.names)]
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
-        with self.watching(observer) as seen:
+        with self.watching(observer) as observer_by_group:
             for forward in self.context.forwards(self.context.block.module, self.context.state.hidden):
                 forward()
-        return seen
+        return observer_by_group
 
     @contextmanager
     def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
-        """Observe the input of each group while the block runs inside the context; processes combine what they saw."""
-        seen: dict[Group, Observer] = {}
+        """Observe the input of each group while the block runs inside the context; processes merge their statistics."""
+        observer_by_group: dict[Group, Observer] = {}
         handles = []
         for group in self.groups:
-            first = self.context.block.module.get_submodule(group.linears[0])
-            seen[group] = observer(CompressedLinear.of(first).shape[1], self.context.run.device)
+            first_linear = self.context.block.module.get_submodule(group.linears[0])
+            observer_by_group[group] = observer(CompressedLinear.of(first_linear).shape[1], self.context.run.device)
             sample = Sample()
             self._samples |= dict.fromkeys(group.linears, sample)
-            handles.append(first.register_forward_pre_hook(_feeder(seen[group], sample)))
+            handles.append(first_linear.register_forward_pre_hook(_feeder(observer_by_group[group], sample)))
         try:
-            yield seen
+            yield observer_by_group
         finally:
             for handle in handles:
                 handle.remove()
-        for group, found in seen.items():
-            found.merge(self.processes)
+        for group, group_observer in observer_by_group.items():
+            group_observer.merge(self.processes)
             self._samples[group.linears[0]].merge(self.processes)
 
     def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
-        """A sample of a linear's inputs, after its input transform; None when no token reached it."""
+        """Return a sample of a linear's inputs after its input transforms; None if no token reached it."""
         sample = self._samples.get(name)
         if sample is None or sample.rows is None:
             return None
@@ -183,14 +194,14 @@ def _feeder(observer: Observer, sample: Sample) -> Callable[..., None]:
 
 
 def _cast(call: Call, dtype: torch.dtype) -> Call:
-    """The same call with every floating-point tensor in another dtype, such as position embeddings."""
+    """Cast every floating-point tensor of a call, such as position embeddings."""
 
-    def cast(value: Any) -> Any:
+    def cast_value(value: Any) -> Any:
         value = read_held(value)
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.to(dtype)
         if isinstance(value, (tuple, list)):
-            return type(value)(cast(item) for item in value)
+            return type(value)(cast_value(item) for item in value)
         return value
 
-    return call.changed(cast)
+    return call.changed(cast_value)

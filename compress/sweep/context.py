@@ -24,10 +24,18 @@ from compress.sweep.store import ActivationStore
 class SweepState:
     """The state of a sweep between two blocks: the activations of every batch and of the probe.
 
-    unquantized: weights of the block before they were quantized, by full name, only if a pass needs them.
-    reference: the activations in the uncompressed model, only if a pass needs them. calls, reference_calls: of the
-    blocks of the present stack, per batch, in the model and in the uncompressed one. tokens: the numbers of tokens that
-    a linear may see, per batch. links, permutations: the last ones found, by `block_signature` of the block.
+    Attributes:
+        hidden: activations of every batch.
+        reference: activations in the uncompressed model, only if a pass needs them.
+        calls: calls of the blocks of the present stack, per batch.
+        reference_calls: the same calls in the uncompressed model.
+        tokens: numbers of tokens that a linear may get, per batch.
+        probe: activations of the probe.
+        probe_calls: calls of the blocks for the probe.
+        stack: index of the present stack.
+        links: scale links of the last block with the same `block_signature`.
+        permutations: permutation links of the last block with the same `block_signature`.
+        unquantized: weights of the block before quantization by full name, only if a pass needs them.
     """
 
     hidden: ActivationStore
@@ -43,51 +51,68 @@ class SweepState:
     unquantized: dict[str, Tensor] | None = None
 
     def enter(self, block: Block, shell: ModelShell, probe: Tensor, batches: Iterable[Tensor]) -> None:
-        """Before a block: go on to its stack, whose first inputs depend on the outputs of the stack before it.
+        """Enter the stack of a block, whose first inputs depend on the outputs of the previous stack.
 
-        probe, batches: token ids. The uncompressed model gets its own outputs of that stack.
+        The uncompressed model gets its own outputs of that stack.
+
+        Args:
+            block: the block.
+            shell: the model around its blocks.
+            probe: token ids of the probe.
+            batches: token ids of the batches.
         """
         if block.stack == self.stack:
             return
         self.stack = block.stack
-        first = shell.capture(probe, block.stack, self.probe)
-        self.probe, self.probe_calls = first.hidden, first.calls
-        given, of_reference = self.hidden.empty(), self.hidden.empty()
+        probe_capture = shell.capture(probe, block.stack, self.probe)
+        self.probe, self.probe_calls = probe_capture.hidden, probe_capture.calls
+        shared_store, reference_store = self.hidden.empty(), self.hidden.empty()
         for i, ids in enumerate(batches):
-            found = shell.capture(ids, block.stack, self.hidden[i])
-            self.hidden[i], self.calls[i] = found.hidden, hold(found.calls, given)
-            self.tokens[i] = {*self.tokens[i], tokens_of(found.hidden)}
+            captured = shell.capture(ids, block.stack, self.hidden[i])
+            self.hidden[i], self.calls[i] = captured.hidden, hold(captured.calls, shared_store)
+            self.tokens[i] = {*self.tokens[i], tokens_of(captured.hidden)}
             self.reference_calls[i] = self.calls[i]
             if self.reference is not None:
-                found = shell.capture(ids, block.stack, self.reference[i])
-                self.reference[i], self.reference_calls[i] = found.hidden, hold(found.calls, of_reference)
+                captured = shell.capture(ids, block.stack, self.reference[i])
+                self.reference[i], self.reference_calls[i] = captured.hidden, hold(captured.calls, reference_store)
 
 
 def tokens_of(hidden: Float[Tensor, "batch length width"]) -> int:
-    """The tokens of a batch in a stack."""
+    """Return the number of tokens of a batch in a stack."""
     return hidden.shape[:-1].numel()
 
 
-def captured(
+def capture_inputs(
     shell: ModelShell,
     probe: Tensor,
     batches: Iterable[Tensor],
     store_bytes: int,
     work: Path | None,
-    compared: bool = False,
+    needs_reference: bool = False,
 ) -> SweepState:
-    """The state before the first block; batches: token ids. compared: whether to keep reference activations."""
-    first = shell.capture(probe)
-    reference = ActivationStore(store_bytes, work) if compared else None
-    state = SweepState(ActivationStore(store_bytes, work), reference, [], [], [], first.hidden, first.calls)
+    """Capture the state before the first block.
+
+    Args:
+        shell: the model around its blocks.
+        probe: token ids of the probe.
+        batches: token ids of the batches.
+        store_bytes: size limit of the activations in memory.
+        work: folder for further activations, or None.
+        needs_reference: whether to store reference activations.
+    """
+    probe_capture = shell.capture(probe)
+    reference = ActivationStore(store_bytes, work) if needs_reference else None
+    state = SweepState(
+        ActivationStore(store_bytes, work), reference, [], [], [], probe_capture.hidden, probe_capture.calls
+    )
     for ids in batches:
-        found = shell.capture(ids)
-        state.hidden.append(found.hidden)
+        batch_capture = shell.capture(ids)
+        state.hidden.append(batch_capture.hidden)
         if state.reference is not None:
-            state.reference.append(found.hidden)
-        state.calls.append(found.calls)
-        state.reference_calls.append(found.calls)
-        state.tokens.append({tokens_of(found.hidden)})
+            state.reference.append(batch_capture.hidden)
+        state.calls.append(batch_capture.calls)
+        state.reference_calls.append(batch_capture.calls)
+        state.tokens.append({tokens_of(batch_capture.hidden)})
     return state
 
 
@@ -95,8 +120,14 @@ def captured(
 class BlockContext:
     """One block in a sweep, and the pass that processes it.
 
-    label: of the pass in the journal. dtype: of computation. expert_tokens: an expert with fewer calibration tokens is
-    journaled as a fallback.
+    Attributes:
+        block: the block.
+        state: state of the sweep.
+        run: the run.
+        dtype: dtype of computation.
+        label: label of the pass in the journal.
+        store_bytes: size limit of activations in memory.
+        expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
     """
 
     block: Block
@@ -108,7 +139,7 @@ class BlockContext:
     expert_tokens: int
 
     def forwards(self, module: nn.Module, inputs: ActivationStore) -> list[Callable[[], Tensor]]:
-        """One forward pass per batch, through `module` instead of the block."""
+        """Return one forward pass per batch, through `module` instead of the block."""
         state, index = self.state, self.block.index
         calls = state.reference_calls if inputs is state.reference else state.calls
         return [lambda i=i: calls[i][index].run(module, inputs[i]) for i in range(len(inputs))]
@@ -124,40 +155,44 @@ class BlockContext:
         self.state.probe = self.state.probe_calls[self.block.index].run(self.block.module, self.state.probe)
 
     def checked(self, hidden: Tensor) -> Tensor:
-        """Return an output of the block. Raises NumericError when it holds NaN or infinity."""
+        """Check an output of the block, and return it.
+
+        Raises:
+            NumericError: if it holds NaN or infinity.
+        """
         check_hidden(hidden, self.block)
         return hidden
 
     def reference_outputs(self, original: nn.Module) -> ActivationStore:
-        """The uncompressed model's activations after the block; `original`: the uncompressed block."""
+        """Compute the activations of the uncompressed model after the block, with the uncompressed block `original`."""
         assert self.state.reference is not None
         return self.outputs(original, self.state.reference)
 
     def outputs(self, module: nn.Module, inputs: ActivationStore) -> ActivationStore:
-        """The outputs of `module`, in place of the block, for all batches."""
-        found = ActivationStore(self.store_bytes, self.run.work)
+        """Compute the outputs of `module`, in place of the block, for all batches."""
+        outputs = ActivationStore(self.store_bytes, self.run.work)
         for forward in self.forwards(module, inputs):
-            found.append(forward())
-        return found
+            outputs.append(forward())
+        return outputs
 
     def groups(self) -> Sequence[Group]:
-        """The block's groups, found with the probe."""
+        """Find the groups of the block with the probe."""
         call = self.state.probe_calls[self.block.index]
         return find_groups(self.block.module, lambda module: call.run(module, self.state.probe))
 
     @property
     def unquantized(self) -> dict[str, Tensor] | None:
-        """As of the state."""
+        """Weights before quantization by full name, only if a pass needs them."""
         return self.state.unquantized
 
     def full(self, name: str) -> str:
-        """The full name of a module of the block."""
+        """Return the full name of a module of the block."""
         return f"{self.block.name}.{name}"
 
-    def logger(self, where: str) -> Log:
+    def logger(self, place: str) -> Log:
         """Return log(kind, message, **figures), which writes to the journal."""
 
         def log(kind: str, message: str, **figures: Any) -> None:
-            self.run.journal.add(kind, f"{self.label} {where}", message, **figures)
+            self.run.journal.add(kind, f"{self.label} {place}", message, **figures)
 
         return log

@@ -1,8 +1,8 @@
-"""Apply the layer passes of a sweep to the ends of the model: the input embedding and the output head.
+"""Apply the layer passes of a sweep to the embedding and the LM head of the model.
 
-An embedding, and a head tied to it, are solved before the first block, so that the blocks are calibrated on what it
-gives. Its inputs are token ids, so only passes without calibration can solve it. An untied head is solved after the
-last block, and its inputs are those that the compressed blocks give.
+An embedding, and an LM head that is tied to it, are solved before the first block, so that the blocks are calibrated on
+its outputs. Its inputs are token ids, so only passes without calibration can solve it. An untied LM head is solved
+after the last block, on the outputs of the compressed blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from compress.sweep.install import LayerResult, install
 
 
 @dataclass(frozen=True)
-class EndContext:
-    """A pass on an end. label: of the pass in the journal. dtype: of computation."""
+class EmbeddingContext:
+    """A pass on an embedding or an LM head.
+
+    Attributes:
+        label: label of the pass in the journal.
+        run: the run.
+        dtype: dtype of computation.
+        unquantized: weights before quantization; always None here.
+    """
 
     label: str
     run: Run
@@ -38,86 +45,108 @@ class EndContext:
     unquantized: dict[str, Tensor] | None = None
 
     def full(self, name: str) -> str:
-        """The full name of a layer, which is its name here."""
+        """Return the full name of a layer, which equals its name."""
         return name
 
-    def logger(self, where: str) -> Log:
+    def logger(self, place: str) -> Log:
         """Return log(kind, message, **figures), which writes to the journal."""
 
         def log(kind: str, message: str, **figures: Any) -> None:
-            self.run.journal.add(kind, f"{self.label} {where}", message, **figures)
+            self.run.journal.add(kind, f"{self.label} {place}", message, **figures)
 
         return log
 
 
-Task = tuple[str, LayerPass, End]
-"""(label, pass, end)."""
+EmbeddingTask = tuple[str, LayerPass, End]
+"""Label, pass, and embedding or LM head."""
 
 
 @dataclass
-class EndWork:
-    """The passes of a sweep on the ends. first: those before the first block. last: those after the last one."""
+class EmbeddingWork:
+    """The passes of a sweep on the embedding and the LM head.
+
+    Attributes:
+        opened: the model.
+        shell: the model around its blocks.
+        steps: passes of the sweep.
+        run: the run.
+        embedding_tasks: tasks before the first block.
+        head_tasks: tasks after the last block.
+    """
 
     opened: OpenModel
     shell: ModelShell
     steps: Sequence[Step | tuple[str, Any, Sequence[str]]]
     run: Run
-    first: list[Task] = field(init=False)
-    last: list[Task] = field(init=False)
+    embedding_tasks: list[EmbeddingTask] = field(init=False)
+    head_tasks: list[EmbeddingTask] = field(init=False)
 
     def __post_init__(self) -> None:
         ends = find_ends(self.opened.model)
-        tasks: list[Task] = []
+        tasks: list[EmbeddingTask] = []
         for label, step, names in self.steps:
             for end in (end for end in ends if end.name in names):
                 assert isinstance(step, LayerPass), "resolve checks this"
                 tasks.append((label, step, end))
-        self.first = [task for task in tasks if task[2].embedding is not None]
-        self.last = [task for task in tasks if task[2].embedding is None]
+        self.embedding_tasks = [task for task in tasks if task[2].embedding is not None]
+        self.head_tasks = [task for task in tasks if task[2].embedding is None]
 
     def embeddings(self, probe: Tensor) -> list[LayerResult]:
-        """Solve the embedding, tied or not. probe: token ids; the error is that of their rows."""
+        """Solve the embedding, tied or not.
+
+        Args:
+            probe: token ids; the error is measured on their rows.
+        """
         results = []
         rows = probe.unique()
-        for label, step, end in self.first:
+        for label, step, end in self.embedding_tasks:
             with self.run.phase(label):
                 layer = replace_end(self.opened.model, end)
                 ids = rows.to(self.opened.device)
-                before = layer.rows_at(ids, torch.float32)
-                found = self._solve(label, step, end, layer, ())
-                results.append(replace(found, error=relative_error(layer.rows_at(ids, torch.float32), before)))
+                original_rows = layer.rows_at(ids, torch.float32)
+                result = self._solve(label, step, end, layer, ())
+                results.append(replace(result, error=relative_error(layer.rows_at(ids, torch.float32), original_rows)))
         return results
 
     def heads(self, batches: Sequence[Tensor], hidden: Iterable[Tensor]) -> list[LayerResult]:
-        """Solve an untied head. batches: token ids. hidden: the outputs of the last block for them."""
+        """Solve an untied LM head.
+
+        Args:
+            batches: token ids of the batches.
+            hidden: outputs of the last block for the batches.
+        """
         results = []
-        for label, step, end in self.last:
+        for label, step, end in self.head_tasks:
             with self.run.phase(label):
                 layer = replace_end(self.opened.model, end)
-                inputs = (self.shell.inputs_of(layer, *each) for each in zip(batches, hidden, strict=True))
+                inputs = (
+                    self.shell.inputs_of(layer, *batch_and_hidden)
+                    for batch_and_hidden in zip(batches, hidden, strict=True)
+                )
                 results.append(self._solve(label, step, end, layer, inputs))
         return results
 
     def _solve(
         self, label: str, step: LayerPass, end: End, layer: CompressedLinear, inputs: Iterable[Tensor]
     ) -> LayerResult:
-        """Observe the inputs, and install the solution."""
-        own, width = step.for_layer(end.name) or step, layer.shape[1]
-        seen, sample, watch = own.observer(width, self.run.device), Sample(), own.watches()
-        watched = None if watch is None else watch(width, self.run.device)
+        """Observe the inputs, solve the layer, and install the solution."""
+        layer_step, width = step.for_layer(end.name) or step, layer.shape[1]
+        observer, sample = layer_step.observer(width, self.run.device), Sample()
+        create_observer = layer_step.watches()
+        layer_observer = None if create_observer is None else create_observer(width, self.run.device)
         for batch in inputs:
             rows = batch.reshape(-1, width)
             sample.update(rows)
-            for observer in (seen, watched):
-                if observer is not None:
-                    observer.update(layer.transform(rows))
-        for gathered in (seen, sample, watched):
-            if gathered is not None:
-                gathered.merge(self.run.processes)
-        if own.observer is not Nothing and seen.tokens == 0:
-            without_data(seen)
-        context = EndContext(label, self.run, self.opened.dtype)
+            for statistics in (observer, layer_observer):
+                if statistics is not None:
+                    statistics.update(layer.transform(rows))
+        for statistics in (observer, sample, layer_observer):
+            if statistics is not None:
+                statistics.merge(self.run.processes)
+        if layer_step.observer is not Nothing and observer.tokens == 0:
+            without_data(observer)
+        context = EmbeddingContext(label, self.run, self.opened.dtype)
         absmax = float(layer.weight.abs().max())
         log, signed = context.logger(end.name), self.run.format.negative_scales
-        facts = Layer(end.name, layer.mask, self.run.storage, log, watched, absmax, negative_scales=signed)
-        return install(context, end.name, layer, sample.rows, lambda weight: own.solve(weight, seen, facts))
+        facts = Layer(end.name, layer.mask, self.run.storage, log, layer_observer, absmax, negative_scales=signed)
+        return install(context, end.name, layer, sample.rows, lambda weight: layer_step.solve(weight, observer, facts))

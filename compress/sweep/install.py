@@ -26,15 +26,15 @@ from compress.passes.contract.facts import Log
 from compress.passes.contract.layers import Solution, Zeros
 from compress.passes.contract.processes import Processes
 
-WORST = 2  # layers of a block whose histograms are kept
+WORST = 2  # layers of a block and pass whose histograms are stored
 
 
 class LayerContext(Protocol):
-    """The pass that solves a layer, and where the layer is: in a block of a sweep, or outside of the blocks."""
+    """The pass that solves a layer, and the place of the layer: in a block of a sweep, or outside of the blocks."""
 
     @property
     def label(self) -> str:
-        """Of the pass in the journal."""
+        """The label of the pass in the journal."""
         ...
 
     @property
@@ -49,14 +49,14 @@ class LayerContext(Protocol):
 
     @property
     def unquantized(self) -> dict[str, Tensor] | None:
-        """Weights before they were quantized, by full name, only if a pass needs them."""
+        """Weights before quantization by full name, only if a pass needs them."""
         ...
 
     def full(self, name: str) -> str:
-        """The full name of a layer."""
+        """Return the full name of a layer."""
         ...
 
-    def logger(self, where: str) -> Log:
+    def logger(self, place: str) -> Log:
         """Return log(kind, message, **figures), which writes to the journal."""
         ...
 
@@ -65,9 +65,15 @@ class LayerContext(Protocol):
 class LayerResult:
     """The effect of one pass on one layer.
 
-    error: ||(W' - W) X|| / ||W X|| on sampled inputs, None if no token reached the layer. sparsity: fraction of zeros
-    after the pass. asked, due: only for a pruning pass, the requested sparsity and the sparsity in whole units of the
-    pattern. histograms: of the weights and inputs before and after the pass; `worst_shown` keeps those of few layers.
+    Attributes:
+        layer: full name of the layer.
+        by: label of the pass.
+        error: ||(W' - W) X|| / ||W X|| on sampled inputs; None if no token reached the layer.
+        sparsity: fraction of zeros after the pass.
+        asked: requested sparsity; only for a pruning pass.
+        due: requested sparsity in whole units of the pattern; only for a pruning pass.
+        histograms: histograms of the weights and inputs before and after the pass; `keep_worst_histograms` removes
+            most.
     """
 
     layer: str
@@ -79,13 +85,15 @@ class LayerResult:
     histograms: LayerHistograms | None = None
 
 
-def worst_shown(results: Sequence[LayerResult]) -> list[LayerResult]:
-    """The results of one block, with the histograms of the `WORST` layers of each pass with the largest errors."""
-    kept: set[tuple[str, str]] = set()
+def keep_worst_histograms(results: Sequence[LayerResult]) -> list[LayerResult]:
+    """Remove the histograms of all layers except the `WORST` layers of each pass with the largest errors."""
+    shown_layers: set[tuple[str, str]] = set()
     for label in {result.by for result in results}:
         errors = sorted((-result.error, result.layer) for result in results if result.by == label and result.error)
-        kept |= {(label, layer) for _, layer in errors[:WORST]}
-    return [one if (one.by, one.layer) in kept else replace(one, histograms=None) for one in results]
+        shown_layers |= {(label, layer) for _, layer in errors[:WORST]}
+    return [
+        result if (result.by, result.layer) in shown_layers else replace(result, histograms=None) for result in results
+    ]
 
 
 def install(
@@ -95,14 +103,22 @@ def install(
     rows: Float[Tensor, "rows in"] | None,
     solve: Callable[[Float[Tensor, "out in"]], Solution],
 ) -> LayerResult:
-    """Solve a layer of the block and install the solution. rows: sampled inputs, to measure the error.
+    """Solve a layer, and install the solution.
 
-    Raises NumericError with the pass and the layer, also if a pruned weight is no longer zero. Raises TargetError if
-    the format cannot store the solution.
+    Args:
+        context: context of the pass.
+        name: name of the layer in the block.
+        layer: the layer.
+        rows: sampled inputs, to measure the error; None if no token reached the layer.
+        solve: solves the layer from its weight.
+
+    Raises:
+        NumericError: with the pass and the layer, for a solver that fails and for pruned weights that are not zero.
+        TargetError: if the format cannot store the solution.
     """
     full = context.full(name)
-    before = None if rows is None else layer(rows)
-    inputs = None if rows is None else _multiplied(layer, rows)
+    original_output = None if rows is None else layer(rows)
+    inputs = None if rows is None else _product_inputs(layer, rows)
     weight = layer.weight.float()
     try:
         solution = solve(weight)
@@ -111,95 +127,113 @@ def install(
     put(context, name, layer, solution, weight)
     stored = layer.weight
     zero = stored == 0
-    error = None if before is None else relative_error(layer(rows), before)
-    seen = None if rows is None or inputs is None else histogram(inputs, _multiplied(layer, rows))
+    error = None if original_output is None else relative_error(layer(rows), original_output)
+    input_histograms = None if rows is None or inputs is None else histogram(inputs, _product_inputs(layer, rows))
     zeros = solution.zeros
-    owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
-    shown = LayerHistograms(histogram(weight, stored), seen)
-    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *owed, shown)
+    sparsities = (None, None) if zeros is None else (zeros.asked, zeros.due)
+    histograms = LayerHistograms(histogram(weight, stored), input_histograms)
+    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *sparsities, histograms)
 
 
 def put(
     context: LayerContext, name: str, layer: CompressedLinear, solution: Solution, weight: Float[Tensor, "out in"]
 ) -> None:
-    """Install a solution in a layer of the block. weight: of the layer, in float32. Raises as `install`."""
+    """Install a solution in a layer.
+
+    Args:
+        context: context of the pass.
+        name: name of the layer in the block.
+        layer: the layer.
+        solution: solution of the pass.
+        weight: weight of the layer in float32.
+
+    Raises:
+        NumericError: if a pruned weight is not zero.
+        TargetError: if the format cannot store the solution.
+    """
     full = context.full(name)
     parts = None if solution.weight is None else parts_of(solution.weight)
-    if gone := sum(part.vanished(weight) for part in parts or ()):
+    if zero_groups := sum(part.vanished(weight) for part in parts or ()):
         message = "groups of weights became zero, because their scales are too small to store"
-        context.logger(full)("fallback", message, groups=gone)
-    before_mask, was_quantized = layer.mask, layer.quantized
-    _put(context, layer, solution, parts, full)
-    kept = context.unquantized
-    if kept is not None and not was_quantized and any(part.scheme.quantized for part in parts or ()):
-        kept[full] = weight
+        context.logger(full)("fallback", message, groups=zero_groups)
+    mask_before, was_quantized = layer.mask, layer.quantized
+    _set_parts(context, layer, solution, parts, full)
+    unquantized = context.unquantized
+    if unquantized is not None and not was_quantized and any(part.scheme.quantized for part in parts or ()):
+        unquantized[full] = weight
     if solution.zeros is not None:
-        _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)
+        _check_mask(f"{context.label}: {full}", layer, mask_before, solution.zeros)
     round_to_storage(layer, context.run)
     if layer.mask is not None and not bool(((layer.weight == 0) | layer.mask).all()):
         raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
 
 
-def _multiplied(layer: CompressedLinear, rows: Tensor) -> Tensor:
-    """The inputs as the weights are multiplied by them: transformed and rounded."""
+def _product_inputs(layer: CompressedLinear, rows: Tensor) -> Tensor:
+    """Return the inputs of the product with the weights: transformed and quantized."""
     x = layer.transform(rows)
     return x if layer.rounding is None else layer.rounding(x)
 
 
-def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:
-    """Raise VerificationError if the mask removes less than is due, or more, if there was no mask before."""
+def _check_mask(label: str, layer: CompressedLinear, mask_before: Tensor | None, zeros: Zeros) -> None:
+    """Check the number of weights that the mask removes.
+
+    Raises:
+        VerificationError: if the mask removes fewer than required, or more, if there was no mask before.
+    """
     removed = 0 if layer.mask is None else int((~layer.mask).sum())
     due = round(zeros.due * layer.shape[0] * layer.shape[1])
-    if removed < due or (before is None and removed > due):
+    if removed < due or (mask_before is None and removed > due):
         message = f"sparsity {zeros.asked:g} requires {due} removed weights, but {removed} were removed"
-        raise VerificationError(f"{where}: {message}")
+        raise VerificationError(f"{label}: {message}")
 
 
-def _put(
+def _set_parts(
     context: LayerContext, layer: CompressedLinear, solution: Solution, parts: list[WeightPart] | None, full: str
 ) -> None:
-    """Install the solution in its storage form. parts: the parts of its weight."""
+    """Install the solution in its storage form, with the parts of its weight."""
     for transform in solution.transforms:
         layer.set_transform(transform)
     if parts is not None:
-        layer.put([_computed_in(part, context.dtype) for part in parts], solution.mask)
+        layer.put([_cast_dense(part, context.dtype) for part in parts], solution.mask)
     elif solution.mask is not None:
         layer.put(layer.all_parts, solution.mask)
     if solution.added:
-        layer.put([*layer.all_parts, *(_computed_in(part, context.dtype) for part in solution.added)])
+        layer.put([*layer.all_parts, *(_cast_dense(part, context.dtype) for part in solution.added)])
     adapt(layer, context.run, context.dtype, f"{context.label}: {full}")
 
 
-def _computed_in(part: WeightPart, dtype: torch.dtype) -> WeightPart:
-    """The part with its floating weights in `dtype`; codes do not change."""
+def _cast_dense(part: WeightPart, dtype: torch.dtype) -> WeightPart:
+    """Cast the float weights of a part to `dtype`; codes do not change."""
     return part if part.scheme.quantized else part.in_storage(dtype)
 
 
-def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> None:
-    """Convert the parts to the form that the format stores; dequantize them to `dtype` if it stores no such parts.
+def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, label: str) -> None:
+    """Convert the parts to the form that the format stores, or dequantize them to `dtype` if it stores no such parts.
 
-    Raises TargetError if the format refuses the layer.
+    Raises:
+        TargetError: if the format refuses the layer.
     """
-    scheme, multiplied_out = layer.scheme, run.format.adapt(layer.scheme) is None
-    if not scheme.quantized and not (multiplied_out and scheme.parts != (DenseScheme(),)):
+    scheme, is_dequantized = layer.scheme, run.format.adapt(layer.scheme) is None
+    if not scheme.quantized and not (is_dequantized and scheme.parts != (DenseScheme(),)):
         return
     layer.change_parts(lambda part: part.in_storage(run.scale_dtype if part.scheme.quantized else dtype))
-    if multiplied_out:
+    if is_dequantized:
         layer.put(layer.weight_as(dtype))
         for transform in layer.absorb_inputs():
             if transform.scheme.undone:
-                run.journal.add("note", where, transform.scheme.undone)
+                run.journal.add("note", label, transform.scheme.undone)
         return
     reason = run.format.refuses(scheme)
     if reason is not None:
-        raise TargetError(f"{where}: {reason}")
+        raise TargetError(f"{label}: {reason}")
     layer.change_parts(run.format.adapt_part)
 
 
-def take_in(block: Block, run: Run, dtype: torch.dtype) -> None:
-    """Convert the compressed linears that a block starts with to the forms that the run's format stores.
+def adapt_block(block: Block, run: Run, dtype: torch.dtype) -> None:
+    """Convert the compressed linears of a block that is not yet processed to the forms that the run's format stores.
 
-    Raises TargetError if the format refuses a layer.
+    Raises:
+        TargetError: if the format refuses a layer.
     """
     for name, layer in linears(block.module).items():
         if isinstance(layer, CompressedLinear):
@@ -208,17 +242,24 @@ def take_in(block: Block, run: Run, dtype: torch.dtype) -> None:
                 layer.absorb_inputs()
 
 
-def absorb_transforms(block: Block, run: Run, last: bool) -> bool:
-    """Fold input transforms into the weights of dense layers; returns whether a layer changed.
+def absorb_transforms(block: Block, run: Run, is_last: bool) -> bool:
+    """Fold input transforms into the weights of dense layers.
 
-    A transform that moves zeros is not folded into a layer whose kept weights are stored alone. last: no segment
-    follows; before, transforms that mix channels stay for later passes.
+    A transform that moves zeros is not folded into a layer with packed sparse weights.
+
+    Args:
+        block: the block.
+        run: the run.
+        is_last: whether no segment follows. Otherwise transforms that mix channels are preserved for later passes.
+
+    Returns:
+        Whether a layer changed.
     """
     policy = run.sparse if run.format.sparse else "off"
     undone: dict[str, list[str]] = defaultdict(list)
     changed = False
     for name, layer in linears(block.module).items():
-        if not isinstance(layer, CompressedLinear) or not layer.scheme.folds or (layer.scheme.mixes and not last):
+        if not isinstance(layer, CompressedLinear) or not layer.scheme.folds or (layer.scheme.mixes and not is_last):
             continue
         absorbed = layer.absorb_inputs(stored_sparsity(layer, run.storage, policy) is not None)
         if absorbed:
@@ -232,29 +273,37 @@ def absorb_transforms(block: Block, run: Run, last: bool) -> bool:
     return changed
 
 
-def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Group linears that read the same tensor by their linear transforms; rounding does not count."""
+def group_by_transforms(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Group linears that read the same tensor by their linear transforms; activation quantization is ignored."""
     parts: list[tuple[list[InputTransform], list[str]]] = []
     for name in names:
         module = block.get_submodule(name)
-        own = [t for t in module.all_transforms if t.linear] if isinstance(module, CompressedLinear) else []
-        for others, members in parts:
-            if len(own) == len(others) and all(_same(one, other) for one, other in zip(own, others, strict=True)):
+        transforms = [t for t in module.all_transforms if t.linear] if isinstance(module, CompressedLinear) else []
+        for group_transforms, members in parts:
+            if len(transforms) == len(group_transforms) and all(
+                _equal_transforms(transform, group_transform)
+                for transform, group_transform in zip(transforms, group_transforms, strict=True)
+            ):
                 members.append(name)
                 break
         else:
-            parts.append((own, [name]))
+            parts.append((transforms, [name]))
     return [members for _, members in parts]
 
 
-def _same(one: InputTransform, other: InputTransform) -> bool:
-    """Whether two transforms are equal."""
-    mine, theirs = one.tensors(), other.tensors()
-    return one.scheme == other.scheme and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+def _equal_transforms(first_transform: InputTransform, second_transform: InputTransform) -> bool:
+    """Return whether two transforms are equal."""
+    first_tensors, second_tensors = first_transform.tensors(), second_transform.tensors()
+    return first_transform.scheme == second_transform.scheme and all(
+        torch.equal(tensor, second_tensors[name]) for name, tensor in first_tensors.items()
+    )
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:
-    """Round dense floating tensors to the storage dtype; scales are computed in it. Rounded ends stay as they are."""
+    """Round dense float tensors to the storage dtype, in which scales are computed.
+
+    Embeddings and LM heads that are already quantized are not changed.
+    """
     for name, tensor in module.named_parameters():
         if name in run.ends:
             continue
@@ -264,14 +313,23 @@ def round_to_storage(module: nn.Module, run: Run) -> None:
             part.round_to(run.storage)
 
 
-def same_everywhere(module: nn.Module, name: str, processes: Processes) -> None:
-    """Raise VerificationError unless a module has the same bits in all processes. name: for the error."""
+def check_equal_in_processes(module: nn.Module, name: str, processes: Processes) -> None:
+    """Check that a module has the same bits in all processes.
+
+    Args:
+        module: the module.
+        name: prefix of the error.
+        processes: the processes.
+
+    Raises:
+        VerificationError: for different bits.
+    """
     if processes.size == 1:
         return
-    found = 0
+    checksum = 0
     for tensor in (*module.parameters(), *module.buffers()):
-        found = crc32(bytes_of(tensor.cpu()).numpy().data, found)
-    if len(set(processes.gather(found))) > 1:
+        checksum = crc32(bytes_of(tensor.cpu()).numpy().data, checksum)
+    if len(set(processes.gather(checksum))) > 1:
         raise VerificationError(
             f"{name}: processes computed different weights; launch on machines with equal processors or devices and "
             "versions of torch, and let passes of your own combine what each process computes (inputs.processes)"

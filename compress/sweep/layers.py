@@ -16,17 +16,20 @@ from compress.passes.contract.passes import LayerPass
 from compress.passes.contract.processes import divided
 from compress.passes.contract.samples import Sample
 from compress.sweep.context import BlockContext
-from compress.sweep.install import LayerResult, install, of_one_input, put
-from compress.sweep.lockstep import in_turn, lockstep
-from compress.sweep.reference import Reference, twin
+from compress.sweep.install import LayerResult, group_by_transforms, install, put
+from compress.sweep.lockstep import lockstep, run_in_turn
+from compress.sweep.reference import ReferenceBlock, twin
 from compress.sweep.store import ActivationStore
 
 
 class LayerWork:
     """One layer pass on one block.
 
-    allocated: the allocation of the pass's survey, by full name. reference_outputs: the uncompressed model's
-    activations after the block; the call sets them if the pass needs a reference.
+    Attributes:
+        allocated: allocation of the pass's survey by full name.
+        results: results of the solved layers.
+        reference_outputs: activations of the uncompressed model after the block; set by the call if the pass needs a
+            reference.
     """
 
     def __init__(
@@ -36,46 +39,50 @@ class LayerWork:
         module = context.block.module
         self.layers = {name: replace_linear(module, name) for name in names}
         self.steps = {name: step.for_layer(context.full(name)) or step for name in names}
-        chosen = [[name for name in group.linears if name in self.layers] for group in context.groups()]
-        self.stages = [stage for members in chosen for stage in of_one_input(module, members)]
+        targeted_groups = [[name for name in group.linears if name in self.layers] for group in context.groups()]
+        self.stages = [stage for members in targeted_groups for stage in group_by_transforms(module, members)]
         self.experts = in_experts(module)
-        self.seen: dict[str, Observer] = {}
-        self.inputs: dict[str, Observer] = {}
+        self.observers: dict[str, Observer] = {}
+        self.input_observers: dict[str, Observer] = {}
         self.samples: dict[str, Sample] = {}
         for members in self.stages:
             width = self.layers[members[0]].shape[1]
-            self.seen |= dict.fromkeys(members, step.observer(width, context.run.device))
+            self.observers |= dict.fromkeys(members, step.observer(width, context.run.device))
             self.samples |= dict.fromkeys(members, Sample())
             for name in members:
-                watch = self.steps[name].watches()
-                if watch is not None:
-                    self.inputs[name] = watch(width, context.run.device)
+                create_observer = self.steps[name].watches()
+                if create_observer is not None:
+                    self.input_observers[name] = create_observer(width, context.run.device)
         self.allocated = allocated or {}
         self.results: list[LayerResult] = []
-        self.reference: Reference | None = None
+        self.reference: ReferenceBlock | None = None
         self.reference_outputs: ActivationStore | None = None
         if step.requires.reference:
             original = twin(module)
             unroute(original)
             assert context.state.reference is not None
             forwards = context.forwards(original, context.state.reference)
-            self.reference = Reference(original, self.stages, forwards, context.state.tokens)
+            self.reference = ReferenceBlock(original, self.stages, forwards, context.state.tokens)
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
-        """Run the pass; with keep_outputs, the compressed block's outputs replace the state's activations."""
+        """Run the pass.
+
+        Args:
+            keep_outputs: whether the outputs of the compressed block replace the activations of the state.
+        """
         module, hidden = self.context.block.module, self.context.state.hidden
         forwards = self.context.forwards(module, hidden)
         if self.reference is not None:
             forwards = [self.reference.paired(i, forward) for i, forward in enumerate(forwards)]
         if self.step.true_sequential:
             solve = lambda stage: self._solve_stages([stage])  # noqa: E731
-            agreed = self._first_stage if self.experts else lambda stage: stage
-            outputs = lockstep(module, self.stages, forwards, self._arrive, solve, agreed)
+            agree_on_stage = self._first_stage if self.experts else lambda stage: stage
+            outputs = lockstep(module, self.stages, forwards, self._arrive, solve, agree_on_stage)
             if keep_outputs:
                 for i, output in enumerate(outputs):
                     hidden[i] = self.context.checked(output)
         else:  # all layers are calibrated on the original block
-            in_turn(module, self.stages, forwards, self._arrive)
+            run_in_turn(module, self.stages, forwards, self._arrive)
             self._solve_stages(range(len(self.stages)))
             if keep_outputs:
                 self.context.propagate()
@@ -87,7 +94,7 @@ class LayerWork:
 
     def _arrive(self, stage: int, name: str, rows: Tensor) -> None:
         self.samples[name].update(rows)
-        observer, transform = self.seen[name], self.layers[name].transform
+        observer, transform = self.observers[name], self.layers[name].transform
         if self.reference is not None and isinstance(observer, CrossGram):
             routed = ROUTED.get() if self._in_expert(name) else None
             reference = self.reference.rows(stage, self.context.full(name), rows, routed)
@@ -95,11 +102,11 @@ class LayerWork:
         else:
             observer.update(transform(rows))
         for member in self.stages[stage]:
-            if member in self.inputs:
-                self.inputs[member].update(transform(rows))
+            if member in self.input_observers:
+                self.input_observers[member].update(transform(rows))
 
     def _solve_stages(self, stages: Iterable[int]) -> None:
-        """Solve the layers of some stages; processes divide them."""
+        """Solve the layers of some stages, divided over the processes."""
         shared: dict[str, float] = {}
         for members in (self.stages[stage] for stage in stages):
             self._merge(members)
@@ -114,21 +121,21 @@ class LayerWork:
             self._solve_shared(shared)
 
     def _merge(self, members: Sequence[str]) -> None:
-        """Combine the statistics of a stage with those of the other processes."""
-        for kept in (self.seen, self.samples):  # the linears of a stage share them
-            kept[members[0]].merge(self.processes)
+        """Merge the statistics of a stage with those of the other processes."""
+        for statistics in (self.observers, self.samples):  # shared by the linears of a stage
+            statistics[members[0]].merge(self.processes)
         for name in members:
-            if name in self.inputs:
-                self.inputs[name].merge(self.processes)
+            if name in self.input_observers:
+                self.input_observers[name].merge(self.processes)
 
     def _first_stage(self, stage: int | None) -> int | None:
-        """The first stage that a batch of any process waits at: experts may get no token in some of them."""
-        return min((found for found in self.processes.gather(stage) if found is not None), default=None)
+        """Return the first stage at which a batch of any process waits; an expert may get tokens in few of them."""
+        return min((candidate for candidate in self.processes.gather(stage) if candidate is not None), default=None)
 
     def _solve_shared(self, shared_absmax: Mapping[str, float]) -> None:
-        """Solve each layer in one process, or some rows of it in each, and install all solutions in every process.
+        """Solve each layer in one process, or some of its rows in each, and install all solutions in every process.
 
-        Of layers that are divided by rows, rank 0 alone gets the results.
+        If layers are divided by rows, only rank 0 gets the results.
         """
         members, journal, size = list(shared_absmax), self.context.run.journal, self.processes.size
         if len(members) < size and all(self.steps[n].by_rows and self.layers[n].shape[0] >= size for n in members):
@@ -142,8 +149,8 @@ class LayerWork:
 
         costs = [self._cost(name) for name in members]
         owners = divided(costs, size)
-        found = self.processes.spread(members, solve, costs)
-        for name, owner, (result, solution, entries) in zip(members, owners, found, strict=True):
+        solutions = self.processes.spread(members, solve, costs)
+        for name, owner, (result, solution, entries) in zip(members, owners, solutions, strict=True):
             if owner != self.processes.rank:
                 with journal.apart():
                     put(self.context, name, layer := self.layers[name], solution, layer.weight.float())
@@ -151,51 +158,52 @@ class LayerWork:
             self.results.append(result)
 
     def _cost(self, name: str) -> float:
-        """The relative time of a layer's solution: products with a Hessian take the square of its columns."""
+        """Estimate the relative time of a layer's solution: products with a Hessian are quadratic in the columns."""
         rows, columns = self.layers[name].shape
-        return rows * columns * (columns if isinstance(self.seen[name], Gram) else 1)
+        return rows * columns * (columns if isinstance(self.observers[name], Gram) else 1)
 
     def _check_tokens(self, members: Sequence[str]) -> None:
-        """Journal layers without calibration tokens and experts with few; the former get substitute statistics.
+        """Record layers without calibration tokens and experts with few in the journal.
 
-        Without tokens, the inputs are assumed to be uncorrelated and of equal size (one token along each axis). Every
-        pass then behaves as without data: it rounds to nearest, or prunes by magnitude.
+        Layers without tokens get substitute statistics: the inputs are assumed to be uncorrelated and of equal size
+        (one token along each axis). Every pass then behaves as without data: it rounds to nearest, or prunes by
+        magnitude.
         """
-        seen, wanted = self.seen[members[0]], self.context.expert_tokens
-        tokens = seen.tokens
-        few = tokens < wanted and self._in_expert(members[0])
+        observer, expert_tokens = self.observers[members[0]], self.context.expert_tokens
+        tokens = observer.tokens
+        has_few_tokens = tokens < expert_tokens and self._in_expert(members[0])
         if tokens == 0:
             message = "no calibration token reached this layer; it is compressed without calibration data"
-            without_data(seen)
-        elif few:
+            without_data(observer)
+        elif has_few_tokens:
             message = "this expert saw few calibration tokens; use more or longer sequences"
         else:
             return
         for name in members:
-            self.context.logger(self.context.full(name))("fallback", message, tokens=tokens, wanted=wanted)
+            self.context.logger(self.context.full(name))("fallback", message, tokens=tokens, wanted=expert_tokens)
 
     def _in_expert(self, name: str) -> bool:
         return any(name.startswith(expert + ".") for expert in self.experts)
 
     def _solve(self, name: str, shared_absmax: float) -> tuple[LayerResult, Solution]:
         """Solve a layer and install the solution."""
-        facts, step, seen = self._facts(name, shared_absmax), self.steps[name], self.seen[name]
-        found: list[Solution] = []
+        facts, step, observer = self._facts(name, shared_absmax), self.steps[name], self.observers[name]
+        solutions: list[Solution] = []
 
         def solve(weight: Tensor) -> Solution:
-            found.append(step.solve(weight, seen, facts))
-            return found[0]
+            solutions.append(step.solve(weight, observer, facts))
+            return solutions[0]
 
-        return install(self.context, name, self.layers[name], self.samples[name].rows, solve), found[0]
+        return install(self.context, name, self.layers[name], self.samples[name].rows, solve), solutions[0]
 
     def _solve_rows(self, name: str, shared_absmax: float) -> None:
-        """Solve some rows of a layer in each process, and install the whole solution in every one."""
+        """Solve some rows of a layer in each process, and install the complete solution in every process."""
         layer, facts, processes = self.layers[name], self._facts(name, shared_absmax), self.processes
-        first, after = (layer.shape[0] * rank // processes.size for rank in (processes.rank, processes.rank + 1))
-        rows = slice(first, after)
+        start, stop = (layer.shape[0] * rank // processes.size for rank in (processes.rank, processes.rank + 1))
+        rows = slice(start, stop)
 
         def solve(weight: Tensor) -> Solution:
-            part = self.steps[name].solve(weight[rows], self.seen[name], facts.of_rows(rows))
+            part = self.steps[name].solve(weight[rows], self.observers[name], facts.of_rows(rows))
             return Solution.of_rows(processes.gather(part))
 
         if processes.first:
@@ -206,14 +214,14 @@ class LayerWork:
             put(self.context, name, layer, solve(weight), weight)
 
     def _facts(self, name: str, shared_absmax: float) -> Layer:
-        """The information for the solver of a layer."""
+        """Collect the information for the solver of a layer."""
         layer, full = self.layers[name], self.context.full(name)
         return Layer(
             full,
             layer.mask,
             self.context.run.scale_dtype,
             self.context.logger(full),
-            self.inputs.get(name),
+            self.input_observers.get(name),
             shared_absmax,
             self.allocated.get(full),
             (self.context.state.unquantized or {}).get(full),

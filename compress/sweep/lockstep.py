@@ -14,17 +14,24 @@ import greenlet
 from torch import Tensor, nn
 
 Arrive = Callable[[int, str, Tensor], None]
-"""arrive(stage, name of the linear, rows [tokens, in]): called when a batch reaches a stage."""
+"""Called with (stage, name of the linear, rows [tokens, in]) when a batch reaches a stage."""
 
 
-class _Done(Exception):  # noqa: N818 - not an error
-    """All stages are reached."""
+class _AllReached(Exception):  # noqa: N818 - not an error
+    """Ends a forward pass that has reached all stages."""
 
 
-def in_turn(
+def run_in_turn(
     block: nn.Module, stages: Sequence[Sequence[str]], forwards: Sequence[Callable[[], Tensor]], arrive: Arrive
 ) -> None:
-    """Run the forward passes one after the other, each up to its last stage; arguments as in `lockstep`."""
+    """Run the forward passes one after the other, each up to its last stage.
+
+    Args:
+        block: the block.
+        stages: names in the block of the linears of each stage, in the order of execution.
+        forwards: one forward pass per batch.
+        arrive: called when a batch reaches a stage.
+    """
     reached: set[int] = set()
 
     def hook_for(stage: int, name: str) -> Callable[..., None]:
@@ -33,14 +40,14 @@ def in_turn(
                 reached.add(stage)
                 arrive(stage, name, args[0].reshape(-1, args[0].shape[-1]))
             if len(reached) == len(stages):
-                raise _Done
+                raise _AllReached
 
         return hook
 
     with _hooks(block, stages, hook_for):
         for forward in forwards:
             reached.clear()
-            with suppress(_Done):
+            with suppress(_AllReached):
                 forward()
 
 
@@ -66,21 +73,26 @@ def lockstep(
     forwards: Sequence[Callable[[], Tensor]],
     arrive: Arrive,
     solve: Callable[[int], None],
-    agreed: Callable[[int | None], int | None] = lambda stage: stage,
+    agree_on_stage: Callable[[int | None], int | None] = lambda stage: stage,
 ) -> list[Tensor]:
     """Run all forward passes in lockstep and return their outputs in order.
 
-    stages: names (inside the block) of the linears of each stage, in the order of execution. forwards: one per batch.
-    solve(stage): called once per stage, after every batch that reaches the stage has arrived; it may change the linears
-    in place. Stages that no batch reaches are solved at the end. agreed(stage): the first stage that a batch of any
-    process waits at, from that of this process's batches (None: no batch waits).
+    Args:
+        block: the block.
+        stages: names in the block of the linears of each stage, in the order of execution.
+        forwards: one forward pass per batch.
+        arrive: called when a batch reaches a stage.
+        solve: called once per stage, after every batch that reaches the stage has arrived. It may change the linears in
+            place. Stages that no batch reaches are solved at the end.
+        agree_on_stage: maps the first stage at which a batch of this process waits (None for no batch) to the first
+            stage at which a batch of any process waits.
     """
     scheduler = greenlet.getcurrent()
-    done: set[int] = set()
+    solved_stages: set[int] = set()
 
     def hook_for(stage: int, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if stage not in done:
+            if stage not in solved_stages:
                 arrive(stage, name, args[0].reshape(-1, args[0].shape[-1]))
                 scheduler.switch(stage)
 
@@ -101,16 +113,16 @@ def lockstep(
         try:
             for index, forward in enumerate(forwards):
                 advance(index, greenlet.greenlet(forward))
-            while (stage := agreed(min((stage for _, stage in waiting.values()), default=None))) is not None:
-                done.add(stage)  # before solving: forward passes of single linears are no arrivals
+            while (stage := agree_on_stage(min((stage for _, stage in waiting.values()), default=None))) is not None:
+                solved_stages.add(stage)  # before `solve`, which may run single linears
                 solve(stage)
-                for index, (batch, at) in sorted(waiting.items()):
-                    if at == stage:
+                for index, (batch, stopped_stage) in sorted(waiting.items()):
+                    if stopped_stage == stage:
                         advance(index, batch)
-            for stage in sorted(set(range(len(stages))) - done):
-                done.add(stage)
+            for stage in sorted(set(range(len(stages))) - solved_stages):
+                solved_stages.add(stage)
                 solve(stage)
         finally:
-            for batch, _ in waiting.values():  # after an error: end the greenlets, whose frames hold activations
+            for batch, _ in waiting.values():  # after an error, end the greenlets, whose frames hold activations
                 batch.throw()
     return [outputs[index] for index in range(len(forwards))]

@@ -1,4 +1,4 @@
-"""Round the embedding and the head to block types of the format, if no pass has compressed them."""
+"""Quantize the embedding and the LM head to block types of the format, if no pass has compressed them."""
 
 from __future__ import annotations
 
@@ -17,52 +17,60 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.passes import Step
 
 
-def ends_of(opened: OpenModel) -> Ends:
-    """The parts of a model that are outside of its layers."""
-    embedding = head = None
-    tied = False
+def embeddings_of(opened: OpenModel) -> Ends:
+    """Return the names of the embedding and the LM head of a model, with its config and tokenizer."""
+    embedding_name = head_name = None
+    is_tied = False
     for end in find_ends(opened.model):
-        embedding = f"{end.embedding}.weight" if end.embedding is not None else embedding
-        head = f"{end.head}.weight" if end.head is not None else head
-        tied = tied or end.role == "tied"
+        embedding_name = f"{end.embedding}.weight" if end.embedding is not None else embedding_name
+        head_name = f"{end.head}.weight" if end.head is not None else head_name
+        is_tied = is_tied or end.role == "tied"
     name = opened.source.rstrip("/").rpartition("/")[2]
-    return Ends(text_config(opened.config), opened.tokenizer, name, embedding, head, tied)
+    return Ends(text_config(opened.config), opened.tokenizer, name, embedding_name, head_name, is_tied)
 
 
-def round_ends(opened: OpenModel, run: Run, steps: Sequence[Step]) -> None:
-    """Round the embedding and the head to the form in which the format stores them, in place; keep that form.
+def quantize_embeddings(opened: OpenModel, run: Run, steps: Sequence[Step]) -> None:
+    """Quantize the embedding and the LM head in place as the format stores them, and store the codes in `run.ends`.
 
-    A weight that has not changed since it was rounded keeps its form. An end that a pass compresses is left out.
+    A weight that has not changed since it was quantized keeps its codes. An embedding or LM head that a pass compresses
+    is left out.
     """
     compressed = {name for _, _, names in steps for name in names}
-    left = {f"{name}.weight" for end in find_ends(opened.model) if end.name in compressed for name in end.names}
-    found = rounded_ends(opened, run, left)
+    excluded = {f"{name}.weight" for end in find_ends(opened.model) if end.name in compressed for name in end.names}
+    part_by_name = quantized_embeddings(opened, run, excluded)
     run.ends.clear()
-    run.ends.update(found)
-    for name, part in found.items():
+    run.ends.update(part_by_name)
+    for name, part in part_by_name.items():
         weight = opened.model.get_parameter(name)
         weight.data = part.dense(torch.float32).to(weight)
 
 
-def rounded_ends(opened: OpenModel, run: Run, left: Set[str] = frozenset()) -> dict[str, CodesPart]:
-    """The stored forms of the dense embedding and head by the names of their weights, if the format rounds them.
+def quantized_embeddings(opened: OpenModel, run: Run, excluded: Set[str] = frozenset()) -> dict[str, CodesPart]:
+    """Return the codes of the dense embedding and LM head by name of their weights, if the format quantizes them.
 
-    left: weights to leave out.
+    Args:
+        opened: the model.
+        run: the run.
+        excluded: weights to leave out.
     """
-    ends, found = ends_of(opened), {}
+    ends, part_by_name = embeddings_of(opened), {}
     state = dict(opened.model.named_parameters())
     for name in ends.weights:
-        scheme = run.format.end_layout(ends, name, state[name].shape) if name in state and name not in left else None
+        scheme = (
+            run.format.end_layout(ends, name, state[name].shape) if name in state and name not in excluded else None
+        )
         if scheme is None:
             continue
-        weight, known = state[name], run.ends.get(name)
-        same = known is not None and torch.equal(known.dense(torch.float32).to(weight), weight)
-        found[name] = known if known is not None and same else _rounded(weight, scheme, run.scale_dtype)
-    return found
+        weight, previous = state[name], run.ends.get(name)
+        is_unchanged = previous is not None and torch.equal(previous.dense(torch.float32).to(weight), weight)
+        part_by_name[name] = (
+            previous if previous is not None and is_unchanged else _rounded(weight, scheme, run.scale_dtype)
+        )
+    return part_by_name
 
 
 def _rounded(weight: Tensor, scheme: CodesScheme, dtype: torch.dtype) -> CodesPart:
-    """The nearest codes of a scheme for a weight. dtype: of scales."""
+    """Quantize a weight to the nearest codes of a scheme, with scales of `dtype`."""
     search = "absmax" if scheme.grid.bits == 8 else "mse"  # 8 bits clip nothing
     weight = weight.detach().float()
     codes = quantize(weight, scheme.grid, scheme.group_size, scheme.symmetric, search, dtype=dtype)

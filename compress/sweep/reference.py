@@ -19,16 +19,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def twin(block: Module) -> Module:
-    """Copy a block and share all its tensors; a weight that is replaced later in the block stays in the copy."""
+    """Copy a block and share all its tensors. The copy is not affected when a weight of the block is replaced."""
     return copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
 
 
-class Reference:
-    """Forward passes of the uncompressed block, one per batch, each advanced only as far as its rows are needed.
-
-    block: a `twin`. stages: names (inside the block) of the linears of each stage. forwards: one per batch, through
-    `block`; each returns the batch's output. tokens: the numbers of tokens of each batch that linears may see.
-    """
+class ReferenceBlock:
+    """Forward passes of the uncompressed block, one per batch, each advanced only as far as its rows are needed."""
 
     def __init__(
         self,
@@ -53,7 +49,7 @@ class Reference:
         return hook
 
     def paired(self, index: int, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The forward pass of batch `index` through the compressed block, registered so that `rows` finds its batch."""
+        """Register the forward pass of batch `index` through the compressed block, so that `rows` finds its batch."""
 
         def run() -> Tensor:
             self._index[greenlet.getcurrent()] = index
@@ -62,38 +58,43 @@ class Reference:
         return run
 
     def rows(self, stage: int, name: str, rows: Tensor, routed: Tensor | None = None) -> Tensor:
-        """The inputs of a stage in the uncompressed model, [tokens, in], for the batch of `rows`.
+        """Return the inputs of a stage in the uncompressed model [tokens, in] for the batch of `rows`.
 
-        routed: the indices of the tokens in `rows`, for a linear of an expert, which computes all tokens in the
-        uncompressed model: its router may choose other experts for some of them.
+        Args:
+            stage: index of the stage.
+            name: full name of the linear.
+            rows: inputs in the compressed model.
+            routed: indices of the tokens in `rows`, for a linear of an expert. In the uncompressed model it computes
+                all tokens, because its router may choose other experts for some of them.
 
-        Raises TargetError when the layer does not see every token of the batch, so that rows cannot be paired.
+        Raises:
+            TargetError: if the layer does not get every token of the batch, so that rows cannot be paired.
         """
         index = self._index[greenlet.getcurrent()]
         tokens = self._tokens[index]
-        found = self._advance(index, stage) if routed is not None or rows.shape[0] in tokens else None
-        if routed is not None and found is not None and found.shape[0] in tokens:
-            found = found[routed]
-        if found is None or found.shape != rows.shape:
+        reference_rows = self._advance(index, stage) if routed is not None or rows.shape[0] in tokens else None
+        if routed is not None and reference_rows is not None and reference_rows.shape[0] in tokens:
+            reference_rows = reference_rows[routed]
+        if reference_rows is None or reference_rows.shape != rows.shape:
             raise TargetError(
                 f"{name}: sees {rows.shape[0]} of {max(tokens)} tokens, so its inputs cannot be compared with those of "
                 "the uncompressed model; leave it out (ignore), or turn the comparison off in the pass"
             )
-        return found
+        return reference_rows
 
     def output(self, index: int) -> Tensor:
-        """The block's output for a batch; completes its forward pass."""
+        """Complete the forward pass of a batch, and return the output of the block."""
         self._advance(index, None)
         return self._outputs.pop(index)
 
-    def _advance(self, index: int, wanted: int | None) -> Tensor | None:
+    def _advance(self, index: int, target_stage: int | None) -> Tensor | None:
         """Advance a forward pass to a stage (or to its end) and return the rows there; None if it never reaches it."""
         batch, self._caller = self._batches[index], greenlet.getcurrent()
         while not batch.dead:
             batch.parent = self._caller
-            reached = batch.switch()
+            stop = batch.switch()
             if batch.dead:
-                self._outputs[index] = reached
-            elif reached[0] == wanted:
-                return reached[1]
+                self._outputs[index] = stop
+            elif stop[0] == target_stage:
+                return stop[1]
         return None

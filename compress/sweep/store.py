@@ -15,24 +15,30 @@ from compress.errors import SaveError
 
 
 class ActivationStore:
-    """A list of replaceable tensors; tensors beyond `limit_bytes` are stored in files.
+    """A list of replaceable tensors; tensors beyond a size limit are stored in files.
 
-    The files are in a temporary folder inside `within`, or in the system's temporary folder, which many machines keep
-    in memory. Tensors on an accelerator stay there, so the limit also bounds that device's memory. A tensor that was
-    read stays valid after its entry is replaced.
-    Raises SaveError when a file cannot be written.
+    Tensors on an accelerator stay there, so the limit also bounds that device's memory. A tensor that was read stays
+    valid after its entry is replaced.
+
+    Args:
+        limit_bytes: size limit of the tensors in memory.
+        within: folder in which a temporary folder is created; None for the system's temporary folder, which many
+            machines keep in memory.
+
+    Raises:
+        SaveError: if a file cannot be written.
     """
 
     def __init__(self, limit_bytes: int, within: Path | None = None) -> None:
         self._limit = limit_bytes
         self._within = within
-        self._own: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._items: list[Tensor | Path] = []
         self._devices: dict[int, str] = {}
         self._bytes = 0
 
     def empty(self) -> ActivationStore:
-        """A new store with the same limit and folder."""
+        """Create an empty store with the same limit and folder."""
         return ActivationStore(self._limit, self._within)
 
     def __len__(self) -> int:
@@ -56,26 +62,29 @@ class ActivationStore:
         self[len(self._items) - 1] = tensor
 
     def __setitem__(self, index: int, tensor: Tensor) -> None:
-        old = self._items[index]
-        if isinstance(old, Tensor):
-            self._bytes -= old.numel() * old.element_size()
+        previous = self._items[index]
+        if isinstance(previous, Tensor):
+            self._bytes -= previous.numel() * previous.element_size()
         size = tensor.numel() * tensor.element_size()
         if self._bytes + size > self._limit:
             self._items[index] = self._write(index, tensor)
             return
         self._items[index] = tensor
         self._bytes += size
-        if isinstance(old, Path):
-            old.unlink()
+        if isinstance(previous, Path):
+            previous.unlink()
 
     def _write(self, index: int, tensor: Tensor) -> Path:
-        """Write a tensor to a new file that replaces the old one; tensors that were read may be views of the old."""
+        """Write a tensor to a new file that replaces the previous one.
+
+        Tensors that were read may be views of the previous file.
+        """
         try:
-            if self._own is None:
+            if self._folder is None:
                 if self._within is not None:
                     self._within.mkdir(parents=True, exist_ok=True)
-                self._own = tempfile.TemporaryDirectory(prefix="compress-activations-", dir=self._within)
-            path = Path(self._own.name) / f"activations-{index:05d}.safetensors"
+                self._folder = tempfile.TemporaryDirectory(prefix="compress-activations-", dir=self._within)
+            path = Path(self._folder.name) / f"activations-{index:05d}.safetensors"
             part = path.with_suffix(".part")
             save_file({"x": tensor.contiguous()}, part)
             os.replace(part, path)

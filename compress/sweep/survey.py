@@ -1,4 +1,4 @@
-"""Walk over the original blocks before a sweep changes them, for passes that allocate options over all layers."""
+"""Survey the original blocks before a sweep changes them, for passes that allocate options over all layers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer, Surveyed
 from compress.passes.contract.observers import Nothing, Observer, without_data
 from compress.passes.contract.passes import Survey
-from compress.sweep.block_inputs import Inputs
+from compress.sweep.block_inputs import SweepInputs
 from compress.sweep.capture import ModelShell
-from compress.sweep.context import BlockContext, captured
+from compress.sweep.context import BlockContext, capture_inputs
 
 BATCH, PROBE = 4, 64  # sequences of a forward pass, and tokens of the probe, for a model in memory
 
 
 @dataclass
 class SurveyTask:
-    """A survey of a pass. names: full names of its layers. found: the collected figures, by layer."""
+    """A survey of a pass.
+
+    Attributes:
+        label: label of the pass.
+        survey: the survey.
+        names: full names of the layers.
+        figures: collected figures by layer.
+    """
 
     label: str
     survey: Survey
     names: Sequence[str]
-    found: dict[str, Any]
+    figures: dict[str, Any]
 
     def inside(self, block: Block) -> list[str]:
-        """The names of its layers inside a block, relative to the block."""
+        """Return the names of the layers inside a block, relative to the block."""
         start = block.name + "."
         return [name.removeprefix(start) for name in self.names if name.startswith(start)]
 
@@ -52,81 +59,95 @@ def run_surveys(
 ) -> dict[str, dict[str, Any]]:
     """Run all surveys and return their allocations, by label and full name.
 
-    bring, release: load and free a block's weights. context_of(block, label): the context of a block, with a state that
-    this walk may change. enter(block, runs): prepares the state for the stack of a block; runs: for all batches.
+    Args:
+        blocks: blocks of the model.
+        tasks: the surveys.
+        bring: loads the weights of a block.
+        release: frees the weights of a block.
+        context_of: returns the context of a block for a label, with a state that the surveys may change.
+        enter: prepares the state for the stack of a block; the second argument tells whether for all batches.
     """
-    runs = any(task.survey.observer is not Nothing for task in tasks)
+    needs_batches = any(task.survey.observer is not Nothing for task in tasks)
     for block in blocks:
-        enter(block, runs)
+        enter(block, needs_batches)
         bring(block)
         context = context_of(block, tasks[0].label)
-        watched = [(task, Inputs(context, names)) for task in tasks if (names := task.inside(block))]
+        watched_tasks = [(task, SweepInputs(context, names)) for task in tasks if (names := task.inside(block))]
         with ExitStack() as stack:
-            seen = [stack.enter_context(inputs.watching(task.survey.observer)) for task, inputs in watched]
-            if runs:
+            observers = [stack.enter_context(inputs.watching(task.survey.observer)) for task, inputs in watched_tasks]
+            if needs_batches:
                 context.propagate()
-        if runs:
+        if needs_batches:
             context.propagate_probe()
-        for (task, inputs), gathered in zip(watched, seen, strict=True):
-            task.found |= task.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
+        for (task, inputs), observer_by_group in zip(watched_tasks, observers, strict=True):
+            task.figures |= task.survey.collect([_surveyed(inputs, name, observer_by_group) for name in inputs.names])
         release(block)
-    return {task.label: dict(task.survey.allocate(task.found)) for task in tasks}
+    return {task.label: dict(task.survey.allocate(task.figures)) for task in tasks}
 
 
-def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], run: Run, where: str) -> dict[str, Any]:
-    """The allocation of a survey over a model in memory, by full name, for passes over the whole model.
+def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], run: Run, label: str) -> dict[str, Any]:
+    """Return the allocation of a survey over a model in memory by full name, for passes over the whole model.
 
-    names: of the linears. where: the label of the pass. The model does not change.
+    The model does not change.
+
+    Args:
+        model: the model.
+        survey: the survey.
+        names: names of the linears.
+        run: the run.
+        label: label of the pass.
     """
     assert run.calibration is not None
-    first = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
+    parameter = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", parameter.device, parameter.dtype)
     ids = run.calibration
-    tasks = [SurveyTask(where, survey, names, {})]
+    tasks = [SurveyTask(label, survey, names, {})]
     if survey.whole:
         survey.prepare(model, names, batches(ids, BATCH), run)
     shell, texts = ModelShell(opened), (beginning(ids, PROBE), batches(ids, BATCH))
     with torch.no_grad():
-        state = captured(shell, *texts, run.store_bytes, run.work)
-        found = run_surveys(
+        state = capture_inputs(shell, *texts, run.store_bytes, run.work)
+        allocations = run_surveys(
             opened.blocks,
             tasks,
             lambda block: block.module,
             lambda block: None,
-            lambda block, label: BlockContext(block, state, run, first.dtype, f"{label} survey", run.store_bytes, 0),
+            lambda block, label: BlockContext(
+                block, state, run, parameter.dtype, f"{label} survey", run.store_bytes, 0
+            ),
             lambda block, runs: state.enter(block, shell, texts[0], texts[1] if runs else ()),
         )
-    tell(tasks, found, run)
-    return found[where]
+    report_notes(tasks, allocations, run)
+    return allocations[label]
 
 
-def tell(tasks: Sequence[SurveyTask], found: Mapping[str, Mapping[str, Any]], run: Run) -> None:
-    """Journal what the surveys say of their allocations."""
+def report_notes(tasks: Sequence[SurveyTask], allocations: Mapping[str, Mapping[str, Any]], run: Run) -> None:
+    """Add the notes of the surveys about their allocations to the journal."""
     for task in tasks:
-        if (note := task.survey.note(found[task.label])) is not None:
+        if (note := task.survey.note(allocations[task.label])) is not None:
             run.journal.add("note", task.label, note)
 
 
-def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surveyed:
-    """A layer and its statistics; the journal is silent here, because the pass reports when it solves."""
+def _surveyed(inputs: SweepInputs, name: str, observer_by_group: dict[Any, Observer]) -> Surveyed:
+    """Collect a layer and its statistics. The journal is not used, because the pass reports when it solves."""
     module = CompressedLinear.of(inputs.context.block.module.get_submodule(name))
-    seen = next(found for group, found in gathered.items() if name in group.linears)
-    if seen.tokens == 0 and not isinstance(seen, Nothing):
-        without_data(seen)
+    observer = next(group_observer for group, group_observer in observer_by_group.items() if name in group.linears)
+    if observer.tokens == 0 and not isinstance(observer, Nothing):
+        without_data(observer)
     run, signed = inputs.context.run, inputs.context.run.format.negative_scales
     layer = Layer(inputs.context.full(name), module.mask, run.scale_dtype, _silent, negative_scales=signed)
-    return Surveyed(layer, module, seen, inputs.rows(name), inputs.context.full(_together(inputs, name)))
+    return Surveyed(layer, module, observer, inputs.rows(name), inputs.context.full(_joint_name(inputs, name)))
 
 
-def _together(inputs: Inputs, name: str) -> str:
-    """The first of the linears that servers compute as one with this one, with '*' for the number of an expert."""
+def _joint_name(inputs: SweepInputs, name: str) -> str:
+    """Return the first linear that servers compute together with this one, with '*' for the number of an expert."""
     group = next(group for group in inputs.groups if name in group.linears)
     parent = name.rpartition(".")[0]
-    first = next(one for one in group.linears if one.rpartition(".")[0] == parent)
+    first_linear = next(linear for linear in group.linears if linear.rpartition(".")[0] == parent)
     for expert in in_experts(inputs.context.block.module):
-        if first.startswith(f"{expert}."):
-            return f"{expert.rpartition('.')[0]}.*{first.removeprefix(expert)}"
-    return first
+        if first_linear.startswith(f"{expert}."):
+            return f"{expert.rpartition('.')[0]}.*{first_linear.removeprefix(expert)}"
+    return first_linear
 
 
 def _silent(*args: Any, **figures: Any) -> None:

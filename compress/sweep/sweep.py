@@ -22,21 +22,27 @@ from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
 from compress.passes.contract.memory import STORE_BYTES
 from compress.passes.contract.passes import BlockPass, LayerPass
-from compress.sweep.block_inputs import Inputs
+from compress.sweep.block_inputs import SweepInputs
 from compress.sweep.capture import ModelShell, check_hidden
-from compress.sweep.context import BlockContext, SweepState, captured
-from compress.sweep.ends import EndWork
-from compress.sweep.install import LayerResult, absorb_transforms, round_to_storage, same_everywhere, worst_shown
+from compress.sweep.context import BlockContext, SweepState, capture_inputs
+from compress.sweep.embeddings import EmbeddingWork
+from compress.sweep.install import (
+    LayerResult,
+    absorb_transforms,
+    check_equal_in_processes,
+    keep_worst_histograms,
+    round_to_storage,
+)
 from compress.sweep.layers import LayerWork
-from compress.sweep.original import looks_back, same_stream
+from compress.sweep.original import check_same_stream, needs_original
 from compress.sweep.reference import twin
 from compress.sweep.store import ActivationStore
-from compress.sweep.survey import SurveyTask, run_surveys, tell
+from compress.sweep.survey import SurveyTask, report_notes, run_surveys
 
-EXPERT_TOKENS = 128  # an expert with fewer is a fallback in the journal: its statistics are unreliable
+EXPERT_TOKENS = 128  # the statistics of an expert with fewer tokens are unreliable
 
 BlockDone = Callable[[Block, list[LayerResult]], None]
-"""Called with each finished block while its weights are in memory."""
+"""Called with each finished block and its results while its weights are in memory."""
 
 Restore = Callable[[Block], bool]
 """Restore the compressed weights of a finished block; False if there are none."""
@@ -46,12 +52,19 @@ Restore = Callable[[Block], bool]
 class Sweep:
     """One sweep of layer and block passes over the blocks of a model.
 
-    steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each, of this
-    process; may be empty if no pass needs data. probe: ids [1, length] that run with the batches, for proofs and the
-    final comparison.
-    expert_tokens: experts with fewer calibration tokens are fallbacks in the journal. allocated: the results of the
-    surveys, by label and full name of the layer. original: the model before all passes, if a pass compares blocks that
-    were compressed before the sweep. ends: the results of the ends of the model. last: no segment follows.
+    Attributes:
+        opened: the model.
+        steps: label, pass and full names of its linears, in order.
+        batches: calibration ids [batch, length] of this process; may be empty if no pass needs data.
+        probe: ids [1, length] that run with the batches, for proofs and the final comparison.
+        run: the run.
+        store_bytes: size limit of activations in memory.
+        expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
+        is_last_segment: whether no segment follows.
+        shell: the model around its blocks.
+        allocated: results of the surveys, by label and full name of the layer.
+        ends: results of the embedding and the LM head.
+        original: the model before all passes, if a pass compares blocks that were compressed before the sweep.
     """
 
     opened: OpenModel
@@ -61,7 +74,7 @@ class Sweep:
     run: Run
     store_bytes: int = STORE_BYTES
     expert_tokens: int = EXPERT_TOKENS
-    last: bool = True
+    is_last_segment: bool = True
     shell: ModelShell = field(init=False)
     allocated: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     ends: list[LayerResult] = field(init=False, default_factory=list)
@@ -69,25 +82,35 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self.shell = ModelShell(self.opened, self._load)
-        if looks_back(self.steps) is not None:
+        if needs_original(self.steps) is not None:
             assert self.run.open_original is not None
             self.original = self.run.open_original()
 
-    def __call__(self, done: BlockDone, restore: Restore) -> Tensor:
-        """Process all blocks; returns the output of the last block for the probe."""
+    def __call__(self, finish_block: BlockDone, restore: Restore) -> Tensor:
+        """Process all blocks.
+
+        Args:
+            finish_block: called with each finished block.
+            restore: restores a block that is already compressed.
+
+        Returns:
+            The output of the last block for the probe.
+        """
         with torch.no_grad():
             with self.run.phase("capture"):
-                compared = any(step.requires.reference for _, step, _ in self.steps)
-                start = partial(captured, self.shell, self.probe, self.batches, self.store_bytes, self.run.work)
-                ends = EndWork(self.opened, self.shell, self.steps, self.run)
-                before = start(True).reference if compared and ends.first else None  # with the original embedding
+                needs_reference = any(step.requires.reference for _, step, _ in self.steps)
+                capture = partial(capture_inputs, self.shell, self.probe, self.batches, self.store_bytes, self.run.work)
+                ends = EmbeddingWork(self.opened, self.shell, self.steps, self.run)
+                original_reference = (
+                    capture(True).reference if needs_reference and ends.first else None
+                )  # with the original embedding
                 self.ends += ends.embeddings(self.probe)
-                state = start(compared)
-                state.reference = before or state.reference
+                state = capture(needs_reference)
+                state.reference = original_reference or state.reference
             if any(step.requires.unquantized for _, step, _ in self.steps):
                 state.unquantized = {}
             if self.original is not None:
-                same_stream(state, ModelShell(self.original).capture(self.probe), self.original.source)
+                check_same_stream(state, ModelShell(self.original).capture(self.probe), self.original.source)
             self._survey(state)
             for block in self.opened.blocks:
                 self._enter(block, state)
@@ -101,8 +124,8 @@ class Sweep:
                 else:
                     self._bring(block)
                     results = self._work(block, state)
-                    same_everywhere(block.module, block.name, self.run.processes)
-                    done(block, worst_shown(results))
+                    check_equal_in_processes(block.module, block.name, self.run.processes)
+                    finish_block(block, keep_worst_histograms(results))
                 state.probe = state.probe_calls[block.index].run(block.module, state.probe)
                 check_hidden(state.probe, block)
                 self.opened.weights.release(block)
@@ -110,7 +133,7 @@ class Sweep:
                     self.original.weights.release(self.original.blocks[block.index])
             self.ends += ends.heads(self.batches, state.hidden)
             for layer in compressed_ends(self.opened.model).values():
-                same_everywhere(layer, "the embedding or the head", self.run.processes)
+                check_equal_in_processes(layer, "the embedding or the head", self.run.processes)
         return state.probe
 
     def _survey(self, state: SweepState) -> None:
@@ -119,7 +142,7 @@ class Sweep:
         tasks = [SurveyTask(label, survey, names, {}) for label, survey, names in surveys if survey is not None]
         if not tasks:
             return
-        apart = replace(
+        survey_state = replace(
             state,
             hidden=ActivationStore(self.store_bytes, self.run.work),
             reference=None,
@@ -127,37 +150,37 @@ class Sweep:
             reference_calls=list(state.calls),
         )
         for hidden in state.hidden:
-            apart.hidden.append(hidden)
+            survey_state.hidden.append(hidden)
         with self.run.phase("survey"):
-            self._look_at_all(tasks)
+            self._prepare_whole_model_surveys(tasks)
             self.allocated = run_surveys(
                 self.opened.blocks,
                 tasks,
                 self._bring,
                 self.opened.weights.release,
-                lambda block, label: self._context(block, apart, f"{label} survey"),
-                lambda block, runs: self._enter(block, apart, runs),
+                lambda block, label: self._context(block, survey_state, f"{label} survey"),
+                lambda block, runs: self._enter(block, survey_state, runs),
             )
-        tell(tasks, self.allocated, self.run)
+        report_notes(tasks, self.allocated, self.run)
         self.steps = [(label, step.settled(self.allocated.get(label, {})), names) for label, step, names in self.steps]
 
-    def _look_at_all(self, tasks: Sequence[SurveyTask]) -> None:
+    def _prepare_whole_model_surveys(self, tasks: Sequence[SurveyTask]) -> None:
         """Prepare the surveys that need the whole model, with the weights of all blocks in memory."""
-        whole = [task for task in tasks if task.survey.whole]
-        if not whole:
+        whole_model_tasks = [task for task in tasks if task.survey.whole]
+        if not whole_model_tasks:
             return
         for block in self.opened.blocks:
             self._load(block)
-        for task in whole:
+        for task in whole_model_tasks:
             task.survey.prepare(self.opened.model, task.names, self.batches, self.run.at(task.label))
         for block in self.opened.blocks:
             self.opened.weights.release(block)
 
-    def _enter(self, block: Block, state: SweepState, runs: bool = True) -> None:
-        """Capture the inputs of a later stack before its first block. runs: for all batches."""
+    def _enter(self, block: Block, state: SweepState, needs_batches: bool = True) -> None:
+        """Capture the inputs of a later stack before its first block, for the probe and, if needed, for all batches."""
         if block.stack != state.stack:
             with self.run.phase("capture"):
-                state.enter(block, self.shell, self.probe, self.batches if runs else ())
+                state.enter(block, self.shell, self.probe, self.batches if needs_batches else ())
 
     def _load(self, block: Block) -> None:
         """Load the weights of a block, rounded to the storage dtype."""
@@ -165,61 +188,63 @@ class Sweep:
         round_to_storage(block.module, self.run)
 
     def _bring(self, block: Block) -> nn.Module:
-        """The same, and ask for the next block."""
+        """Load the weights of a block, rounded to the storage dtype, and prefetch the next block."""
         self.opened.bring(block)
         round_to_storage(block.module, self.run)
         return block.module
 
     def _uncompressed(self, block: Block) -> nn.Module:
-        """The block before all passes, or before this sweep, with its weights."""
+        """Load the block of the model before all passes, or before this sweep."""
         if self.original is None:
             return self._bring(block)
-        known = self.original.blocks[block.index]
-        self.original.bring(known)
-        round_to_storage(known.module, self.run)
-        return known.module
+        original_block = self.original.blocks[block.index]
+        self.original.bring(original_block)
+        round_to_storage(original_block.module, self.run)
+        return original_block.module
 
     def _work(self, block: Block, state: SweepState) -> list[LayerResult]:
         """Apply every pass to one block; its outputs become the hidden states of the sweep."""
         results: list[LayerResult] = []
-        current = False  # whether state.hidden already holds this block's outputs
+        has_outputs = False  # whether state.hidden already holds this block's outputs
         reference: ActivationStore | None = None  # the uncompressed model's activations after this block
         original: ActivationStore | None = None  # the outputs of the original block for the same inputs
         uncompressed = block.module if self.original is None else self._uncompressed(block)
         for label, step, names in self.steps:
-            inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
-            if not inside:
+            names_in_block = [
+                name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")
+            ]
+            if not names_in_block:
                 continue
             context = self._context(block, state, label)
             with self.run.phase(label):
-                compares_itself = isinstance(step, LayerPass) and step.requires.reference
-                if state.reference is not None and reference is None and not compares_itself:
+                uses_reference = isinstance(step, LayerPass) and step.requires.reference
+                if state.reference is not None and reference is None and not uses_reference:
                     reference = context.reference_outputs(uncompressed)  # before the block changes
                 if original is None and self._compares(block):
                     original = context.outputs(uncompressed, state.hidden)
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
-                    results += self._block_pass(context, step, inside, reference, original)
+                    results += self._block_pass(context, step, names_in_block, reference, original)
                 else:
-                    work = LayerWork(context, step, inside, self.allocated.get(label))
+                    work = LayerWork(context, step, names_in_block, self.allocated.get(label))
                     results += work(is_last)
-                    current = is_last
+                    has_outputs = is_last
                     reference = work.reference_outputs if reference is None else reference
         if state.unquantized:
             state.unquantized.clear()
-        current &= not absorb_transforms(block, self.run, self.last)
-        context = self._context(block, state, "propagate", shown=False)
+        has_outputs &= not absorb_transforms(block, self.run, self.is_last_segment)
+        context = self._context(block, state, "propagate", reports_progress=False)
         if state.reference is not None:
             state.reference = context.reference_outputs(block.module) if reference is None else reference
-        if not current:
+        if not has_outputs:
             with self.run.phase("propagate"):
                 context.propagate()
         return results
 
     def _compares(self, block: Block) -> bool:
-        """Whether a pass compares the block with the original block."""
-        mine = [s for _, s, names in self.steps if any(name.startswith(block.name + ".") for name in names)]
-        return any(step.requires.original for step in mine)
+        """Return whether a pass compares the block with the original block."""
+        block_steps = [s for _, s, names in self.steps if any(name.startswith(block.name + ".") for name in names)]
+        return any(step.requires.original for step in block_steps)
 
     def _block_pass(
         self,
@@ -229,7 +254,7 @@ class Sweep:
         reference: ActivationStore | None,
         original: ActivationStore | None,
     ) -> list[LayerResult]:
-        inputs = Inputs(context, names, reference, original)
+        inputs = SweepInputs(context, names, reference, original)
         inputs.check(step)
         step.solve_block(context.block.module, inputs, context.logger(context.block.name))
         round_to_storage(context.block.module, self.run)
@@ -237,9 +262,16 @@ class Sweep:
             shutil.rmtree(inputs.work, ignore_errors=True)
         return inputs.results
 
-    def _context(self, block: Block, state: SweepState, label: str, shown: bool = True) -> BlockContext:
-        """The context of a block for the pass `label`. shown: report the progress to the journal."""
-        if shown:
+    def _context(self, block: Block, state: SweepState, label: str, reports_progress: bool = True) -> BlockContext:
+        """Return the context of a block for the pass `label`.
+
+        Args:
+            block: the block.
+            state: state of the sweep.
+            label: label of the pass.
+            reports_progress: whether to add progress to the journal.
+        """
+        if reports_progress:
             blocks = len(self.opened.blocks)
             self.run.journal.add("progress", label, block.name, block=block.index, blocks=blocks, step=label)
         return BlockContext(block, state, self.run, self.opened.dtype, label, self.store_bytes, self.expert_tokens)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.sweep.lockstep import in_turn, lockstep
+from compress.sweep.lockstep import lockstep, run_in_turn
 
 WIDTH = 4
 STAGES = [("a",), ("b", "c"), ("d",)]
@@ -177,7 +177,7 @@ def test_in_turn_every_batch_goes_as_far_as_its_last_stage():
     block.d.register_forward_hook(lambda module, args, output: ran.append(output))
     arrive = lambda stage, name, rows: events.append((stage, name, rows))  # noqa: E731
     inputs = batches(2)
-    in_turn(block, STAGES, forwards_of(block, inputs), arrive)
+    run_in_turn(block, STAGES, forwards_of(block, inputs), arrive)
     assert [(stage, name) for stage, name, _ in events] == [(0, "a"), (1, "b"), (2, "d")] * 2
     assert not ran, "something after the last stage was computed"
     for i, x in enumerate(inputs):
@@ -191,7 +191,7 @@ def test_in_turn_every_batch_goes_as_far_as_its_last_stage():
 def test_in_turn_a_batch_that_does_not_come_by_a_stage_runs_to_its_end():
     block, events = Block(), []
     short = lambda: block.a(batches(1)[0])  # noqa: E731
-    in_turn(block, STAGES, [short, *forwards_of(block, batches(1))], lambda stage, name, rows: events.append(stage))
+    run_in_turn(block, STAGES, [short, *forwards_of(block, batches(1))], lambda stage, name, rows: events.append(stage))
     assert events == [0, 0, 1, 2]
 
 
@@ -203,6 +203,6 @@ def test_in_turn_errors_come_through_and_hooks_go():
         raise ValueError("no such luck")
 
     with pytest.raises(ValueError, match="no such luck"):
-        in_turn(block, STAGES, [failing], lambda *found: events.append(found))
+        run_in_turn(block, STAGES, [failing], lambda *found: events.append(found))
     block(batches(1)[0])
     assert len(events) == 1

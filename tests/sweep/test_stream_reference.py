@@ -10,7 +10,7 @@ import compress
 from compress import GPTQ, Wanda, run
 from compress.errors import TargetError
 from compress.models.experts import Experts, in_experts, open_experts, roles
-from compress.sweep.reference import Reference, twin
+from compress.sweep.reference import ReferenceBlock, twin
 
 
 def test_a_twin_keeps_what_is_replaced_and_shares_the_rest():
@@ -24,7 +24,7 @@ def test_a_twin_keeps_what_is_replaced_and_shares_the_rest():
 
 def test_a_layer_that_sees_some_of_the_tokens_cannot_be_compared():
     block = nn.Sequential(nn.Linear(3, 3))
-    reference = Reference(block, [["0"]], [lambda: block(torch.ones(4, 3))], [{4}])
+    reference = ReferenceBlock(block, [["0"]], [lambda: block(torch.ones(4, 3))], [{4}])
     with pytest.raises(TargetError, match="expert.0: sees 2 of 4 tokens"):
         reference.paired(0, lambda: reference.rows(0, "expert.0", torch.ones(2, 3)))()
 

@@ -13,7 +13,7 @@ from compress.models.structure.links import find_groups, find_links
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer
 from compress.sweep.capture import ModelShell
-from compress.sweep.context import captured
+from compress.sweep.context import capture_inputs
 from compress.sweep.install import round_to_storage
 from compress.sweep.sweep import Sweep
 
@@ -116,8 +116,8 @@ def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
     passes, store_bytes, tiny, in_memory, batches, monkeypatch
 ):
     opened, after, states = in_memory(tiny("llama")), [], []
-    watched = lambda *given: states.append(captured(*given)) or states[-1]  # noqa: E731
-    monkeypatch.setattr("compress.sweep.sweep.captured", watched)
+    watched = lambda *given: states.append(capture_inputs(*given)) or states[-1]  # noqa: E731
+    monkeypatch.setattr("compress.sweep.sweep.capture_inputs", watched)
     run = Sweep(opened, steps_of(opened, *passes), batches, batches[0][:1], Run(), store_bytes=store_bytes)
     probe = run(lambda block, _: after.append([x.clone() for x in states[0].hidden]), lambda _: False)
     assert states[0].hidden.in_files == (3 if store_bytes == 0 else 0)

@@ -35,9 +35,9 @@ from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.options import patterns
 from compress.passes.families.learned_rotations import Learnable, Learned, RotationLearning, ValueLink, learn_rotations
 from compress.passes.families.reshaping import ReshapingPass
-from compress.sweep.block_inputs import Inputs
+from compress.sweep.block_inputs import SweepInputs
 from compress.sweep.capture import ModelShell
-from compress.sweep.context import BlockContext, captured
+from compress.sweep.context import BlockContext, capture_inputs
 
 PROBE = 64  # random tokens for the structure search and the proofs; no text is needed
 SMALLEST_BLOCK = 16  # of an online transform that does not fit the whole width: a smaller one spreads little
@@ -218,7 +218,7 @@ class Rotate(ReshapingPass):
         done, missing = [], []
         for context in _contexts(model, ids, run, where):
             inside = [name for name in linears(context.block.module) if self.takes(context.full(name))]
-            inputs, found = Inputs(context, inside), []
+            inputs, found = SweepInputs(context, inside), []
             for link in inputs.permutations:
                 size = head_size(link)
                 if size is None or not {*link.sources, *link.readers} <= set(inside):
@@ -270,7 +270,7 @@ class Rotate(ReshapingPass):
         turns = dict(zip(links, learned.values, strict=True))
         for context in _contexts(model, ids, run, told.where) if links else ():
             for link in (link for link in links if link.block == context.block.name):
-                probe = Inputs(context, list(linears(context.block.module))).probe
+                probe = SweepInputs(context, list(linears(context.block.module))).probe
                 kept = rotate_values(context.block.module, link.link, turns[link], probe).kept
                 assert kept, "a random rotation of these values was proved"
         return model
@@ -320,7 +320,7 @@ def _contexts(model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> Iter
     """Yield every block with its input for the probe; after each, run the block in its new state."""
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
-    state = captured(ModelShell(opened), ids, [], STORE_BYTES, run.work)
+    state = capture_inputs(ModelShell(opened), ids, [], STORE_BYTES, run.work)
     for block in opened.blocks:
         run.journal.add("progress", where, f"values of {block.name}", done=block.index, of=len(opened.blocks))
         context = BlockContext(block, state, run, first.dtype, where, STORE_BYTES, 0)

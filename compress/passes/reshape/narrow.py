@@ -33,9 +33,9 @@ from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, InputNorm, Observer, without_data
 from compress.passes.contract.passes import COPIES
 from compress.passes.families.reshaping import ReshapingPass
-from compress.sweep.block_inputs import Inputs
+from compress.sweep.block_inputs import SweepInputs
 from compress.sweep.capture import ModelShell
-from compress.sweep.context import BlockContext, captured
+from compress.sweep.context import BlockContext, capture_inputs
 
 BATCH, PROBE = 4, 64
 
@@ -240,7 +240,7 @@ def _contexts(model: PreTrainedModel, run: Run, where: str, kind: str) -> Iterat
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
     ids = run.calibration
-    state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
+    state = capture_inputs(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
     for block in opened.blocks:
         run.journal.add("progress", where, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
         context = BlockContext(block, state, run, first.dtype, where, run.store_bytes, 0)
@@ -286,7 +286,7 @@ class _InnerNarrowing:
         sources = [n.removeprefix(block.name + ".") for n in width.modules("out", self.model) if _is_inside(n, block)]
         if not names:
             return
-        inputs = Inputs(context, names)
+        inputs = SweepInputs(context, names)
         coupled = self._coupled(block, inputs.probe, kind, names, sources)
         for group, seen in inputs.observe(Gram).items():
             if seen.tokens == 0:
@@ -376,7 +376,7 @@ def _readers(
     readers = width.modules("in", model)
     for context in _contexts(model, run, where, "hidden channels"):
         names = [n.removeprefix(context.block.name + ".") for n in readers if _is_inside(n, context.block)]
-        for group, seen in Inputs(context, names).observe(observer).items():
+        for group, seen in SweepInputs(context, names).observe(observer).items():
             if seen.tokens == 0:
                 without_data(seen)
             for name in group.linears:

@@ -316,7 +316,7 @@ class CompressedLinear(nn.Module):
         return x
 
     @property
-    def joint_call(self) -> tuple[dispatch.Part, Any, Tensor | None] | None:
+    def joint_call(self) -> tuple[dispatch.PartLike, Any, Tensor | None] | None:
         """Part, activation quantizer and bias, if the layer has one part and no other transforms; else None."""
         parts, transforms = self._modules["parts"]._modules, self._modules["transforms"]._modules  # type: ignore[union-attr]
         rounding: Any = next(iter(transforms.values()), None)

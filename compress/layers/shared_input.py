@@ -16,7 +16,7 @@ class JointLayer(Protocol):
     """The interface of a layer (`layers.linear.CompressedLinear`) that is used here."""
 
     @property
-    def joint_call(self) -> tuple[dispatch.Part, Any, Tensor | None] | None:
+    def joint_call(self) -> tuple[dispatch.PartLike, Any, Tensor | None] | None:
         """Part, activation quantizer and bias, if the layer has one part and no other transforms; else None."""
         ...
 

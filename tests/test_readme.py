@@ -16,8 +16,8 @@ import compress
 from compress import Recipe
 from compress.checkpoint.formats import FORMATS
 from compress.cli import main
+from compress.evaluate.evidence import DESCRIPTIONS
 from compress.recipe.presets import presets
-from compress.report.build import DESCRIPTIONS
 
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"

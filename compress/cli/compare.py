@@ -60,11 +60,11 @@ def compare(
             progress=True,
             on_failure=print_evaluation,
         )
-        variants = pareto.from_evaluation(found)
+        variants = pareto.from_comparison(found)
     else:
         variants = pareto.from_reports([Path(model) for model in models])
     if out is not None:
-        write_text(out, pareto.html(variants) if out.suffix == ".html" else pareto.picture(variants))
+        write_text(out, pareto.html(variants) if out.suffix == ".html" else str(pareto.picture(variants)))
     if as_json:
         print_json([one.model_dump() for one in variants])
         return

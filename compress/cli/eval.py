@@ -12,8 +12,8 @@ from compress.cli.show import print_table
 from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
+    from compress.evaluate.result import Comparison
     from compress.recipe.evaluation import Evaluate
-    from compress.report.evaluation import Evaluation
 
 SETTINGS = (
     click.option(
@@ -91,7 +91,7 @@ def evaluate(
 
     processes = Processes.launched(cpu=device_of(device).type == "cpu")
 
-    def show(found: Evaluation) -> None:
+    def show(found: Comparison) -> None:
         if not processes.first:
             return
         text = found.model_dump_json(indent=2)
@@ -137,19 +137,14 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
     return Evaluate(**given) if options["suite"] is None else read_suite(options["suite"], **given)
 
 
-def print_evaluation(found: Evaluation) -> None:
+def print_evaluation(found: Comparison) -> None:
     """Print the tables of an evaluation, its notes and its failures."""
-    from compress.report.evaluation import AGREEMENT_HEAD, ANSWER_HEAD, TASK_HEAD, TEXT_HEAD
+    from compress.report.comparison import tables
 
     title = "" if found.base is None else f"compared with {found.base}"
-    tables = [(TEXT_HEAD, found.text_rows()), (AGREEMENT_HEAD, found.agreement_rows())]
-    tables += [(TASK_HEAD, found.task_rows()), (ANSWER_HEAD, found.answer_rows())]
-    for head, rows in tables:
-        listed = list(rows)
-        if listed:
-            kept = [i for i in range(len(head)) if any(row[i] for row in listed)]
-            print_table(title, tuple(head[i] for i in kept), [tuple(row[i] for i in kept) for row in listed])
-            title = ""
+    for head, rows in tables(found):
+        print_table(title, head, rows)
+        title = ""
     for note in found.notes:
         click.echo(f"note: {note}")
     for name, reason in found.failed.items():

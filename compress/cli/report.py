@@ -20,10 +20,9 @@ from compress.cli.show import print_json, print_report
 @click.option("--json", "as_json", is_flag=True, help="Print report.json.")
 def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool) -> None:
     """Write report.md and report.html of a run's FOLDER again from its report.json, and print the evidence."""
+    from compress.evaluate.result import json_schema
     from compress.pipeline.output import record_rewritten
-    from compress.report.html import FILE
-    from compress.report.schema import json_schema
-    from compress.report.write import read_report, write_report
+    from compress.report.write import PAGE, read_report, write_report
 
     if schema:
         print_json(json_schema())
@@ -33,6 +32,6 @@ def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool)
     found = read_report(folder)
     record_rewritten(folder, write_report(found, folder))
     print_json(found.to_json()) if as_json else print_report(found.to_json(), folder)
-    page = (folder / FILE).resolve()
+    page = (folder / PAGE).resolve()
     if (sys.stdout.isatty() if shown is None else shown) and not webbrowser.open(page.as_uri()):
         click.echo(f"note: no browser was found; open {page}", err=as_json)

@@ -33,14 +33,14 @@ def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...
 
 def print_report(values: dict[str, Any], folder: Path) -> None:
     """Print the evidence of a run."""
-    from compress.report.schema import Report
+    from compress.evaluate.result import RunResult
     from compress.report.sections import checks, journal, size_and_quality, time_and_memory
 
-    report = Report.from_json(values)
+    report = RunResult.from_json(values)
     print_table(f"{report.model.source} -> {folder}", size_and_quality.HEAD, size_and_quality.rows(report))
     print_table("", time_and_memory.HEAD, time_and_memory.rows(report))
     if report.reading is not None:
-        click.echo(time_and_memory.reading(report.reading))
+        click.echo(time_and_memory.disk_time(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
         click.echo(line)
     click.echo(f"checkpoint sha256: {report.checkpoint_sha256}")

@@ -20,10 +20,17 @@ EVALUATORS: dict[str, type[Evaluator]] = classes_by_file(__name__, __path__, Eva
 def measure_all(
     model: PreTrainedModel, context: EvaluationContext, compare: bool = True
 ) -> dict[str, dict[str, Any] | None]:
-    """The results of all evaluators that apply to the model, by key.
+    """Measure a model with all evaluators that apply to it.
 
-    Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint. compare: whether
-    evaluators that measure the base model too run; the result of one that does not run is None.
+    Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint.
+
+    Args:
+        model: Model to measure.
+        context: The run that it comes from.
+        compare: Whether evaluators that measure the base model too run; the result of one that does not run is None.
+
+    Returns:
+        The results by key.
     """
     ordered = sorted(EVALUATORS.items(), key=lambda item: item[1].needs_base)
     return {
@@ -34,7 +41,7 @@ def measure_all(
 
 
 def measure_one(evaluator: Evaluator, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-    """The result of one evaluator, within the memory for the copies of kernels."""
+    """Measure a model with one evaluator, within the memory for the copies of kernels."""
     if evaluator.timed:
         return evaluator.measure(model, context)
     with copies_within(model, context.copies_bytes):
@@ -42,7 +49,7 @@ def measure_one(evaluator: Evaluator, model: PreTrainedModel, context: Evaluatio
 
 
 def combine_all(compressed: dict[str, dict[str, Any] | None], base: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """The values in report.json by key, from the results of `measure_all` on both models."""
+    """Compute the values in report.json by key from the results of `measure_all` on both models."""
     return {
         key: None if result is None else EVALUATORS[key]().combine(result, base.get(key))
         for key, result in compressed.items()

@@ -45,7 +45,7 @@ class Measure(Record):
 class TextAgreement(Record):
     """The agreement of two models on one text of [windows, length] token ids. sha256: of the ids.
 
-    compared: what is compared. measures: by the keys of `WORDS`, the most important first.
+    compared: what is compared. measures: by the keys of `MEASURE_WORDS`, the most important first.
     """
 
     text: str
@@ -56,14 +56,14 @@ class TextAgreement(Record):
     measures: dict[str, Measure]
 
     @property
-    def main(self) -> tuple[Words, Measure]:
+    def main(self) -> tuple[MeasureWords, Measure]:
         """The most important measure and its words."""
         name, found = next(iter(self.measures.items()))
-        return WORDS[name], found
+        return MEASURE_WORDS[name], found
 
 
 @dataclass(frozen=True)
-class Words:
+class MeasureWords:
     """A measure in words.
 
     name: in tables. sentence: with {} for the value. lost: the name of the distance from two equal models. exact: the
@@ -81,7 +81,7 @@ class Words:
         """The value of two equal models as text."""
         return f"{self.exact:.0%}" if self.share else f"{self.exact:g}"
 
-    def shown(self, found: Measure) -> str:
+    def value_text(self, found: Measure) -> str:
         """The value with its standard error, which has two significant digits where it is small."""
         form = ".1%" if self.share else f".{decimals(found.stderr)}f"
         return f"{found.value:{form}}" + ("" if found.stderr is None else f" ± {found.stderr:{form}}")
@@ -92,24 +92,26 @@ def decimals(stderr: float | None) -> int:
     return 4 if not stderr else min(max(1 - math.floor(math.log10(stderr)), 4), 7)
 
 
-WORDS = {
-    "cosine": Words("embeddings, cosine with the base model's", "the embeddings agree to {} (cosine)", "1 - cosine"),
-    "rank": Words(
+MEASURE_WORDS = {
+    "cosine": MeasureWords(
+        "embeddings, cosine with the base model's", "the embeddings agree to {} (cosine)", "1 - cosine"
+    ),
+    "rank": MeasureWords(
         "similarities of pairs of texts, rank agreement", "the similarities of pairs of texts rank as before to {}"
     ),
-    "same": Words(
+    "same": MeasureWords(
         "same predicted class",
         "the predicted class is that of the base model in {} of the cases",
         "changed classes",
         share=True,
     ),
-    "kl": Words("KL divergence of the probabilities, nats", "KL divergence {} nats", exact=0.0),
-    "same_span": Words(
+    "kl": MeasureWords("KL divergence of the probabilities, nats", "KL divergence {} nats", exact=0.0),
+    "same_span": MeasureWords(
         "same answer span", "the answer span is that of the base model in {} of the texts", "changed spans", share=True
     ),
-    "overlap": Words("overlap of the answer spans (F1)", "the answer spans overlap to {} (F1)", share=True),
-    "score_rank": Words("scores, rank agreement", "the scores rank as before to {}", "1 - rank agreement"),
-    "score_error": Words(
+    "overlap": MeasureWords("overlap of the answer spans (F1)", "the answer spans overlap to {} (F1)", share=True),
+    "score_rank": MeasureWords("scores, rank agreement", "the scores rank as before to {}", "1 - rank agreement"),
+    "score_error": MeasureWords(
         "scores, difference relative to their spread", "the scores differ by {} of their spread", exact=0.0
     ),
 }
@@ -131,7 +133,7 @@ class Agreement(Evaluator):
         for name, ids in context.texts.items():
             facts = {"windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
             results = context.store.results(f"answers {digest_of(facts, compared, context.pooling)[:16]}")
-            tell = context.telling(f"answers of {context.model} to {name}")
+            tell = context.progress(f"answers of {context.model} to {name}")
 
             def compute(missing: list[int], ids: Tensor = ids, results: Any = results, tell: Any = tell) -> None:
                 for done, index in enumerate(missing, start=1):
@@ -157,8 +159,8 @@ class Agreement(Evaluator):
         for text in result:
             shape = f"{text.text} ({text.windows} x {text.length} tokens)"
             for name, found in text.measures.items():
-                words = WORDS[name]
-                rows.append((f"{words.name}, {shape}", words.perfect, words.shown(found), ""))
+                words = MEASURE_WORDS[name]
+                rows.append((f"{words.name}, {shape}", words.perfect, words.value_text(found), ""))
         return rows
 
 

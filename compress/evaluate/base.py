@@ -30,13 +30,20 @@ SummaryRow = tuple[str, str, str, str]
 class EvaluationContext:
     """The run that a model comes from.
 
-    run: its device, storage dtype, format and journal. which: whether the base or the compressed model is measured.
-    texts: the evaluation texts. tokenizer: None if the model comes without one.
-    probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
-    layers they work on. layers: the `LayerResult` of every pass and layer, as mappings. settings: what is measured.
-    store: where results are kept. base: the source of the base model, None outside of a run. pooling: how embeddings
-    are made of hidden states. title: the model's name in the progress of work; empty: by `which`. copies_bytes: the
-    limit of memory for the copies that kernels make of packed weights (`model.open.inference.copies_within`).
+    Attributes:
+        run: Its device, storage dtype, format and journal.
+        which: Whether the base or the compressed model is measured.
+        texts: The evaluation texts.
+        tokenizer: None if the model comes without one.
+        probe: A few token ids of the calibration data; None outside of a run.
+        steps: The passes of the recipe with the layers that they work on.
+        layers: The `LayerResult` of every pass and layer, as mappings.
+        settings: What is measured.
+        store: Where results are stored.
+        base: Source of the base model; None outside of a run.
+        pooling: How embeddings are computed from hidden states.
+        title: The model's name in messages of progress; empty: by `which`.
+        copies_bytes: Limit of memory for the copies that kernels make of packed weights (`inference.copies_within`).
     """
 
     run: Run
@@ -55,16 +62,16 @@ class EvaluationContext:
 
     @property
     def model(self) -> str:
-        """The measured model, in the progress of work."""
+        """The measured model in messages of progress."""
         return self.title or f"the {self.which} model"
 
     def of_base(self) -> EvaluationContext:
-        """The context of the base model."""
+        """Return the context of the base model."""
         return replace(self, which="base", store=replace(self.store, model=self.store.base))
 
-    def telling(self, message: str) -> Callable[[int, int], None]:
-        """A function that reports progress as (done, of)."""
-        return lambda done, of: self.run.journal.add("progress", "evaluate", message, done=done, of=of)
+    def progress(self, message: str) -> Callable[[int, int], None]:
+        """Return a function that reports progress as (number of finished items, number of items)."""
+        return lambda count, of: self.run.journal.add("progress", "evaluate", message, done=count, of=of)
 
 
 class Record(BaseModel):
@@ -77,9 +84,11 @@ class Evaluator(BaseModel, ABC):
     """One measurement. An evaluator is its configuration: a frozen value whose fields are its options.
 
     An evaluator is one file of this folder; the file's name is its key in report.json.
-    needs_base: whether the base model is measured too, or only the compressed one. timed: whether seconds are its
-    result, so that the model is measured as it is used, in any memory. result_type: the type of `combine`'s value,
-    which a `Report` validates; Any accepts every JSON value.
+
+    Attributes:
+        needs_base: Whether the base model is measured too, or only the compressed one.
+        timed: Whether seconds are its result, so that the model is measured as it is used, in any memory.
+        result_type: Type of the value of `combine`, which `Measurements` validates; Any accepts every JSON value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,12 +99,28 @@ class Evaluator(BaseModel, ABC):
 
     @abstractmethod
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """Measure one model; the result is plain JSON. None: the measurement does not apply to this model."""
+        """Measure one model; the result is plain JSON, or None if the measurement does not apply to this model."""
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> Any:
-        """The value in report.json, from the results of `measure` on both models; base is None unless `needs_base`."""
+        """Compute the value in report.json from the results of `measure` on both models.
+
+        Args:
+            compressed: Result of the measured model.
+            base: Result of the base model; None unless `needs_base`, and for a model that is not compared.
+        """
         return {"base": base, "compressed": compressed} if self.needs_base else compressed
 
     def summary(self, result: Any) -> list[SummaryRow]:
-        """The rows that the report's table of size and quality shows for a result of `result_type`."""
+        """Return the rows of the report's table of size and quality for a result of `result_type`."""
         return []
+
+
+def plus_minus(value: float, error: float | None, form: str) -> str:
+    """Format a value and its standard error alike.
+
+    Args:
+        value: The value.
+        error: Its standard error; None if it is unknown.
+        form: Format of Python for both; a '+' in it is for the value alone.
+    """
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")

@@ -72,7 +72,7 @@ class Generation(Evaluator):
         """The token ids and texts of all answers. Raises NumericError for NaN logits."""
         if not context.settings.generation or context.tokenizer is None or not answers_prompts(model):
             return None
-        tell = context.telling(f"answers of {context.model}")
+        tell = context.progress(f"answers of {context.model}")
         results = context.store.results("generation")
 
         def compute(missing: list[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.data.ids import corpus_sha256
-from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, plus_minus
 from compress.evaluate.divergence import Divergence, summarized
 from compress.evaluate.store import Results, digest_of
 from compress.evaluate.windows import Window, WindowTask, measure_windows
@@ -26,10 +26,16 @@ LARGEST = 700  # nats; exp overflows a float64 above 709
 class Score(Record):
     """Loss and perplexity of one model on one text.
 
-    loss: mean loss in nats over the targets of all windows. tokens: number of targets. seconds: wall time. of: the kind
-    of the targets, 'next tokens' or 'masked tokens', whose perplexities cannot be compared. perplexity: exp(loss),
-    infinity when that overflows. stderr: of the loss, with windows as the units of sampling. bits_per_byte: of the
-    text in UTF-8, with its standard error; None for masked tokens and without a tokenizer. by_window: mean losses.
+    Attributes:
+        loss: Mean loss in nats over the targets of all windows.
+        tokens: Number of targets.
+        seconds: Wall time.
+        of: Kind of the targets: 'next tokens' or 'masked tokens', whose perplexities cannot be compared.
+        perplexity: exp(loss); infinity if that overflows.
+        stderr: Standard error of the loss, with windows as the units of sampling.
+        bits_per_byte: Of the text in UTF-8; None for masked tokens and without a tokenizer.
+        bits_stderr: Its standard error.
+        by_window: Mean loss of each window.
     """
 
     loss: float
@@ -51,10 +57,18 @@ class Difference(Record):
 
 
 class TextQuality(Record):
-    """The scores of both models on one text of [windows, length] token ids. sha256: of the ids.
+    """The scores of a model and its base on one text of [windows, length] token ids.
 
-    The length of recordings is that of the longest transcript.
-    stride: see `WindowTask`. difference: paired by window. divergence: of the compressed model from the base.
+    Attributes:
+        text: Its name.
+        windows: Number of windows.
+        length: Tokens of a window; of recordings, of the longest transcript.
+        sha256: Of the token ids.
+        stride: See `WindowTask`.
+        base: Score of the base model; None if the model is not compared.
+        compressed: Score of the measured model.
+        difference: Paired by window.
+        divergence: Of the measured model from the base.
     """
 
     text: str
@@ -62,7 +76,7 @@ class TextQuality(Record):
     length: int
     sha256: str
     stride: int | None = None
-    base: Score
+    base: Score | None = None
     compressed: Score
     difference: Difference | None = None
     divergence: Divergence | None = None
@@ -75,24 +89,33 @@ def perplexity(
     lm_objective: LMObjective = NEXT_TOKENS,
     stride: int | None = None,
 ) -> Score:
-    """Mean loss of each token given the tokens before it in its window; the first token of a window is no target.
+    """Measure the mean loss of each token given the tokens before it in its window.
 
-    With another objective (`objective_of`): of the masked tokens given the other tokens of their window. The masks
-    depend on the index of the window alone, so they are the same for every model.
-    progress(done, of) is called after every window. stride: see `WindowTask`.
+    The first token of a window is no target. With another objective (`objective_of`), the targets are the masked tokens
+    given the other tokens of their window. The masks depend on the index of the window alone, so they are the same for
+    every model.
 
-    Raises NumericError when a loss is NaN, ModelError for next tokens of a model that predicts masked tokens.
+    Args:
+        model: Model to measure.
+        ids: Token ids.
+        progress: Is called with (number of measured windows, number of windows) after every window.
+        lm_objective: What the model predicts.
+        stride: See `WindowTask`.
+
+    Raises:
+        NumericError: if a loss is NaN.
+        ModelError: for next tokens of a model that predicts masked tokens.
     """
     task = WindowTask(lm_objective, stride=stride)
     return score_of(measure_windows(model, ids, task, Results(None), progress), lm_objective.of)
 
 
 def score_of(windows: Sequence[Window], of: str) -> Score:
-    """The score from the results of all windows. of: the kind of the targets."""
+    """Combine the results of all windows into a score; `of` is the kind of the targets."""
     losses, tokens = [w["loss"] for w in windows], [w["tokens"] for w in windows]
     loss = ratio(losses, tokens)
-    known = all(w["bytes"] for w in windows)
-    bits = ratio([loss / math.log(2) for loss in losses], [w["bytes"] for w in windows]) if known else None
+    has_bytes = all(w["bytes"] for w in windows)
+    bits = ratio([loss / math.log(2) for loss in losses], [w["bytes"] for w in windows]) if has_bytes else None
     return Score(
         loss=loss.value,
         tokens=sum(tokens),
@@ -107,7 +130,7 @@ def score_of(windows: Sequence[Window], of: str) -> Score:
 
 
 def exponential(loss: float) -> float:
-    """exp(loss), infinity when that overflows."""
+    """Compute exp(loss); infinity if that overflows."""
     return math.exp(loss) if loss < LARGEST else math.inf
 
 
@@ -121,13 +144,15 @@ class Perplexity(Evaluator):
     result_type: ClassVar[Any] = list[TextQuality]
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
-        """By text: windows, length and sha256 of its ids, the score, and the divergence from the base.
+        """Measure, for each text, the score and the divergence from the base; with windows, length and sha256 of its ids.
 
-        Raises NumericError, ModelError.
+        Raises:
+            NumericError: if a loss is NaN.
+            ModelError: if the model does not predict what the objective asks for.
         """
-        found: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         if not context.texts or is_headless(model):
-            return found
+            return measured
         settings, lm_objective = context.settings, objective_of(model, context.tokenizer)
         for name, ids in context.texts.items():
             facts = {
@@ -137,53 +162,60 @@ class Perplexity(Evaluator):
                 "stride": settings.stride,
             }
             text = digest_of(facts)[:16]
-            kept = None if settings.top_k is None else context.store.base_folder(f"text {text}, top {settings.top_k}")
-            task = WindowTask(lm_objective, context.tokenizer, settings.stride, settings.top_k, kept, context.which)
-            tell = context.telling(f"perplexity of {context.model} on {name}")
+            base_folder = (
+                None if settings.top_k is None else context.store.base_folder(f"text {text}, top {settings.top_k}")
+            )
+            task = WindowTask(
+                lm_objective, context.tokenizer, settings.stride, settings.top_k, base_folder, context.which
+            )
+            tell = context.progress(f"perplexity of {context.model} on {name}")
             windows = measure_windows(model, ids, task, context.store.results(f"text {text}"), tell)
             divergence = None
             if task.top_k is not None and all("kl" in window for window in windows):
                 divergence = summarized(
                     [(w["kl"], w["same"], w["positions"]) for w in windows], task.top_k
                 ).model_dump()
-            found[name] = {
+            measured[name] = {
                 **facts,
                 "score": score_of(windows, lm_objective.of).model_dump(),
                 "divergence": divergence,
             }
-        return found
+        return measured
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """One `TextQuality` per text, as JSON."""
-        assert compressed is not None and base is not None
-        return [
-            {"text": name}
-            | {key: value for key, value in found.items() if key != "score"}
-            | {"base": base[name]["score"], "compressed": found["score"]}
-            | {"difference": difference(base[name]["score"], found["score"]).model_dump()}
-            for name, found in compressed.items()
-        ]
+        """Return one `TextQuality` per text, as JSON."""
+        assert compressed is not None
+        texts = []
+        for name, measured in compressed.items():
+            text = {"text": name} | {key: value for key, value in measured.items() if key != "score"}
+            if base is not None:
+                text["base"] = base[name]["score"]
+                text["difference"] = difference(base[name]["score"], measured["score"]).model_dump()
+            texts.append(text | {"compressed": measured["score"]})
+        return texts
 
     def summary(self, result: Sequence[TextQuality]) -> list[SummaryRow]:
         rows = []
         for text in result:
-            before, after, of = text.base.perplexity, text.compressed.perplexity, text.base.of
+            base, compressed, of = text.base, text.compressed, text.compressed.of
             kind = "perplexity" if of == NEXT_TOKENS.of else f"perplexity of {of}"
             name = f"{kind}, {text.text} ({text.windows} x {text.length} tokens)"
-            rows.append((name, f"{before:.2f}", f"{after:.2f}", f"{after / before:.3f}x"))
+            if base is None:
+                rows.append((name, "", f"{compressed.perplexity:.2f}", ""))
+                continue
+            ratio_text = f"{compressed.perplexity / base.perplexity:.3f}x"
+            rows.append((name, f"{base.perplexity:.2f}", f"{compressed.perplexity:.2f}", ratio_text))
             if text.difference is not None:
-                error = "" if text.difference.stderr is None else f" ± {text.difference.stderr:.4f}"
-                change = f"{text.difference.loss:+.4f}{error}"
-                rows.append((f"loss, {text.text}", f"{text.base.loss:.4f}", f"{text.compressed.loss:.4f}", change))
+                change = plus_minus(text.difference.loss, text.difference.stderr, "+.4f")
+                rows.append((f"loss, {text.text}", f"{base.loss:.4f}", f"{compressed.loss:.4f}", change))
             if text.divergence is not None:
-                kl, error = text.divergence.mean, text.divergence.stderr
-                shown = f"{kl:.4f}" + ("" if error is None else f" ± {error:.4f}")
-                rows.append((f"KL from the base, {text.text}", "0", shown, f"{text.divergence.agreement:.1%} equal"))
+                kl = plus_minus(text.divergence.mean, text.divergence.stderr, ".4f")
+                rows.append((f"KL from the base, {text.text}", "0", kl, f"{text.divergence.agreement:.1%} equal"))
         return rows
 
 
 def difference(base: dict[str, Any], compressed: dict[str, Any]) -> Difference:
-    """The paired difference of two scores on the same windows."""
+    """Compute the paired difference of two scores on the same windows."""
     pairs = zip(base["by_window"], compressed["by_window"], strict=True)
-    found = mean([after - before for before, after in pairs])
-    return Difference(loss=found.value, stderr=found.stderr)
+    change = mean([compressed_loss - base_loss for base_loss, compressed_loss in pairs])
+    return Difference(loss=change.value, stderr=change.stderr)

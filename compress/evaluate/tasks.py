@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, plus_minus
 from compress.evaluate.harness.adapter import harness_model
 from compress.evaluate.harness.tasks import TaskError, load_tasks, run_task, task_manager
 from compress.models.kinds.kinds import answers_tasks, described
@@ -110,7 +110,7 @@ class Tasks(Evaluator):
 
     def _score(self, name: str, task: Any, harness: Any, context: EvaluationContext) -> dict[str, Any]:
         begin, before = perf_counter(), harness.answers.truncated
-        harness.answers.progress = context.telling(f"{name} of {context.model}")
+        harness.answers.progress = context.progress(f"{name} of {context.model}")
         found = run_task(name, task, harness, context.settings)
         if cut := harness.answers.truncated - before:
             message = f"{cut} requests are longer than the model's context of {harness.max_length} and lost their start"
@@ -136,8 +136,8 @@ class Tasks(Evaluator):
         return [
             (
                 f"{row.task} {row.metric} ({row.items} items)",
-                with_error(row.base, row.base_stderr),
-                with_error(row.compressed, row.compressed_stderr),
+                plus_minus(row.base, row.base_stderr, ".4f"),
+                plus_minus(row.compressed, row.compressed_stderr, ".4f"),
                 change_of(row),
             )
             for row in result.scores
@@ -196,11 +196,6 @@ def pairing(base: Sequence[float] | None, compressed: Sequence[float] | None) ->
     return Pairing(difference=found.value, stderr=found.stderr, low=low, high=high)
 
 
-def with_error(value: float, error: float | None) -> str:
-    """A value with its standard error."""
-    return f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
 def change_of(row: TaskComparison) -> str:
     """The difference with its interval, flips and p-value in words."""
     found = row.paired
@@ -211,9 +206,8 @@ def change_of(row: TaskComparison) -> str:
     return f"{found.difference:+.4f}{interval}{counts}"
 
 
-def metrics_in(measured: Mapping[str, Any]) -> Iterator[tuple[TaskScore, str, Metric]]:
-    """All metrics in a result of `Tasks.measure`."""
-    for values in measured["scores"].values():
-        score = TaskScore.model_validate(values)
+def metrics_in(scores: Iterable[TaskScore]) -> Iterator[tuple[TaskScore, str, Metric]]:
+    """Yield (score, name, metric) of all metrics."""
+    for score in scores:
         for name, metric in score.metrics.items():
             yield score, name, metric

@@ -1,4 +1,4 @@
-"""Evaluate one model, or several on the same windows and items against the first one: what `compress eval` calls."""
+"""Evaluate one model, or several on the same windows and items against the first one: `compress eval` calls this."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from compress.errors import ModelError
 from compress.evaluate import EVALUATORS, combine_all, measure_one
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
+from compress.evaluate.result import Comparison, ModelResult
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
 from compress.models.kinds.kinds import Kind, described, is_headless, kind_of
@@ -39,19 +40,25 @@ from compress.passes.contract.memory import available_bytes, copies_limit
 from compress.passes.contract.processes import Processes
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.texts import suited
-from compress.pipeline.texts import texts_of as asked_texts
+from compress.pipeline.texts import texts_of as requested_texts
 from compress.recipe.evaluation import Evaluate
-from compress.report.evaluation import Evaluation, ModelEvaluation
 from compress.sweep.capture import ModelShell
 from compress.version import __version__
 
 WORK = Path("out") / "evaluation"
-"""The default folder of kept results."""
+"""The default folder of stored results."""
 
 
 @dataclass(frozen=True)
-class First:
-    """What is known of the first model, with which the others are compared. front: of a model of recordings."""
+class CommonInputs:
+    """What all models of an evaluation must share with the one that is loaded first.
+
+    Attributes:
+        texts: Token ids of the evaluation texts by name.
+        tokenizer: Tokenizer of the first model.
+        kind: Kind of the first model.
+        front: Feature extractor of a model of recordings.
+    """
 
     texts: dict[str, Tensor]
     tokenizer: PreTrainedTokenizerBase | None
@@ -69,113 +76,163 @@ def evaluate_models(
     device: str = "auto",
     journal: Journal | None = None,
     progress: bool = False,
-    on_failure: Callable[[Evaluation], None] | None = None,
-) -> Evaluation:
-    """Measure models one after the other; all but the base are compared with it.
+    on_failure: Callable[[Comparison], None] | None = None,
+) -> Comparison:
+    """Measure models one after the other, and compare all but the base with it.
 
-    sources: checkpoint folders, hub ids or .gguf files. base: the model that the others are compared with; by default
-    the first of several. work: the folder of kept results, with which a killed evaluation continues; None keeps
-    nothing, and measures no divergence. on_failure: gets what was measured before an error, which is then raised; the
-    error is among the failures of the last model. With several processes of a launcher, each measures a share of the
-    requests, and all return the result.
+    With several processes of a launcher, each measures a share of the requests, and all return the result.
 
-    Raises ModelError for a folder without a model and for different tokenizers, CalibrationError for texts, RecipeError
-    for tasks that do not exist, NumericError for a loss that is NaN.
+    Args:
+        sources: Checkpoint folders, hub ids or .gguf files.
+        settings: What is measured.
+        base: Model that the others are compared with; by default the first of several.
+        work: Folder of stored results, with which a killed evaluation continues; None stores nothing, and measures no
+            divergence.
+        dtype: Dtype of computation.
+        device: Device of computation.
+        journal: Receives notes.
+        on_failure: Receives what was measured before an error, which is then raised; the error is among the failures
+            of the model that was being measured.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ModelError: for a folder without a model, and for different tokenizers.
+        CalibrationError: for texts that cannot be read.
+        RecipeError: for tasks that do not exist.
+        NumericError: for a loss that is NaN.
     """
     check_tasks(settings)
-    journal, where = journal or Journal(), device_of(device)
-    processes = Processes.launched(cpu=where.type == "cpu")
+    journal, compute_device = journal or Journal(), device_of(device)
+    processes = Processes.launched(cpu=compute_device.type == "cpu")
     base = sources[0] if base is None and len(sources) > 1 else base
     order = list(dict.fromkeys(([] if base is None else [base]) + list(sources)))
-    folders = {source: model_folder(source) for source in order}  # errors before the first model is measured
+    folders = {source: model_folder(source) for source in order}  # errors before any model is measured
     if base is None:
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
-    found, first = Measured(base, settings, journal), None
+    results, common = MeasuredModels(base, settings, journal), None
     pooling = pooling_in(read_sentence_files(folders[order[0]])[0])
     console = Console(file=sys.stderr, markup=False, force_jupyter=False)  # also while lm-eval's own bars are hidden
     showing = shown_progress(journal, console) if progress and processes.first else nullcontext()
-    with showing, found.told_on_failure(on_failure):
+    with showing, results.reported_on_failure(on_failure):
         for source in order:
-            digest = digest_of(fingerprint_of(folders[source], weight_files(folders[source])), dtype, __version__)
-            store = Store(work, digest, found.models[0].digest if found.models else digest, processes)
-            model, tokenizer = load(folders[source], dtype_to_compare(folders[source], dtype, where), where)
-            checked(model, tokenizer, source, where)
-            if first is None:
-                found.settings = settings = _suited(settings, model, journal)
-                first = First(texts_of(model, tokenizer, settings), tokenizer, kind_of(model), front_if_any(model))
+            folder = folders[source]
+            digest = digest_of(fingerprint_of(folder, weight_files(folder)), dtype, __version__)
+            store = Store(work, digest, results.models[0].digest if results.models else digest, processes)
+            model, tokenizer = load(folder, dtype_to_compare(folder, dtype, compute_device), compute_device)
+            check_model(model, tokenizer, source, compute_device)
+            if common is None:
+                results.settings = settings = _suited(settings, model, journal)
+                texts = texts_of(model, tokenizer, settings)
+                common = CommonInputs(texts, tokenizer, kind_of(model), front_if_any(model))
                 if base is None and is_headless(model):
-                    raise alone(model, source)
+                    raise headless_error(model, source)
             else:
-                check_same(model, tokenizer, source, first, order[0])
-            run, copies = Run(where, model.dtype, journal=journal), copies_limit(available_bytes(where))
-            about = {"texts": first.texts, "tokenizer": tokenizer, "settings": settings, "pooling": pooling}
-            context = EvaluationContext(run, store=store, title=source, copies_bytes=copies, **about)
-            size = sum(path.stat().st_size for path in weight_files(folders[source]))
-            values = found.begin(source, digest, size)
+                check_same(model, tokenizer, source, common, order[0])
+            context = EvaluationContext(
+                Run(compute_device, model.dtype, journal=journal),
+                texts=common.texts,
+                tokenizer=tokenizer,
+                settings=settings,
+                store=store,
+                pooling=pooling,
+                title=source,
+                copies_bytes=copies_limit(available_bytes(compute_device)),
+            )
+            size_bytes = sum(path.stat().st_size for path in weight_files(folder))
+            values = results.start(source, digest, size_bytes)
             measure(model, context.of_base() if source == base else context, values)
-            found.end()
+            results.finish()
             del model
             gc.collect()
-    return found.evaluation()
+    return results.comparison()
 
 
 @dataclass
-class Measured:
-    """What is measured so far.
+class MeasuredModels:
+    """The results of the models measured so far.
 
-    models: those that are complete. values: the results of `measure` by model. begun: source, digest and size of the
-    model that is measured now.
+    Attributes:
+        base: Model that the others are compared with, or None.
+        settings: What is measured.
+        journal: Its entries are the notes of the comparison.
+        models: Results of complete models.
+        values: Results of `measure`, by model.
+        current: Source, digest and size in bytes of the model that is being measured.
     """
 
     base: str | None
     settings: Evaluate
     journal: Journal
-    models: list[ModelEvaluation] = field(default_factory=list)
+    models: list[ModelResult] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    begun: tuple[str, str, int] | None = None
+    current: tuple[str, str, int] | None = None
 
-    def begin(self, source: str, digest: str, size_bytes: int) -> dict[str, Any]:
-        """Begin with a model; its results go into the mapping that is returned."""
-        self.begun = source, digest, size_bytes
+    def start(self, source: str, digest: str, size_bytes: int) -> dict[str, Any]:
+        """Start a model; return the mapping that receives its results."""
+        self.current = source, digest, size_bytes
         return self.values.setdefault(source, {})
 
-    def end(self, failed: Mapping[str, str] | None = None) -> None:
-        """Add the model that was begun. failed: why its evaluation ended early."""
-        assert self.begun is not None
-        source, values = self.begun[0], self.values[self.begun[0]]
-        compared = {} if self.base is None or source == self.base else combine_all(values, self.values[self.base])
-        self.models.append(ModelEvaluation.of(*self.begun, values, compared, failed))
-        self.begun = None
+    def finish(self, failed: Mapping[str, str] | None = None) -> None:
+        """Add the current model.
 
-    def evaluation(self) -> Evaluation:
-        """The results of all models."""
+        Args:
+            failed: Reasons why the evaluation of the model ended early, in addition to those of its tasks.
+        """
+        assert self.current is not None
+        source, digest, size_bytes = self.current
+        values = self.values[source]
+        base_values = {} if self.base is None or source == self.base else self.values[self.base]
+        tasks = values.get("tasks") or {"scores": {}, "failed": {}}
+        self.models.append(
+            ModelResult(
+                source=source,
+                digest=digest,
+                size_bytes=size_bytes,
+                failed={**tasks["failed"], **(failed or {})},
+                items=tasks["scores"],
+                **combine_all(values, base_values),
+            )
+        )
+        self.current = None
+
+    def comparison(self) -> Comparison:
+        """Return the results of all models."""
         notes = [f"{entry.where}: {entry.message}" for entry in self.journal.entries]
-        return Evaluation(compress=__version__, base=self.base, settings=self.settings, models=self.models, notes=notes)
+        return Comparison(compress=__version__, base=self.base, settings=self.settings, models=self.models, notes=notes)
 
     @contextmanager
-    def told_on_failure(self, on_failure: Callable[[Evaluation], None] | None) -> Iterator[None]:
-        """Call `on_failure` with what was measured if the work in the context fails; the error is raised again."""
+    def reported_on_failure(self, on_failure: Callable[[Comparison], None] | None) -> Iterator[None]:
+        """Pass what was measured to `on_failure` if the context raises an error, which is raised again."""
         try:
             yield
         except Exception as error:
-            if self.begun is not None and any(self.values[self.begun[0]].values()):
+            if self.current is not None and any(self.values[self.current[0]].values()):
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}; what follows was not measured"
-                self.end({"evaluation": reason})
+                self.finish({"evaluation": reason})
             if on_failure is not None and self.models:
-                on_failure(self.evaluation())
+                on_failure(self.comparison())
             raise
 
 
 def _suited(settings: Evaluate, model: PreTrainedModel, journal: Journal) -> Evaluate:
-    """The settings without what a suite has and the model cannot answer. Raises RecipeError."""
-    found, left_out = suited(settings, model)
-    for log in left_out:
-        journal.add("note", "eval", log)
-    return found
+    """Remove from the settings what a suite has and the model cannot answer. Raises RecipeError."""
+    settings, notes = suited(settings, model)
+    for note in notes:
+        journal.add("note", "eval", note)
+    return settings
 
 
 def measure(model: PreTrainedModel, context: EvaluationContext, values: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The results of the evaluators that compare two models, by key. values: gets each result as it is known."""
+    """Measure a model with the evaluators that compare two models.
+
+    Args:
+        model: Model on its device.
+        context: Texts and settings.
+        values: Receives each result as soon as it is known; None for a new mapping.
+
+    Returns:
+        The results by key.
+    """
     values = {} if values is None else values
     for key, kind in EVALUATORS.items():
         if kind.needs_base:
@@ -183,8 +240,8 @@ def measure(model: PreTrainedModel, context: EvaluationContext, values: dict[str
     return values
 
 
-def alone(model: PreTrainedModel, source: str) -> ModelError:
-    """The error of a model without a language-model head that is not compared with another."""
+def headless_error(model: PreTrainedModel, source: str) -> ModelError:
+    """Make the error for a model without a language-model head that is not compared with another."""
     return ModelError(
         f"model: {described(model)}, whose quality is its agreement with a base model; name that first: compress eval "
         f"BASE {source}"
@@ -192,18 +249,26 @@ def alone(model: PreTrainedModel, source: str) -> ModelError:
 
 
 def model_folder(source: str) -> Path:
-    """The local folder of a model. Raises ModelError for a folder without a model."""
+    """Return the local folder of a model.
+
+    Raises:
+        ModelError: for a folder without a model.
+    """
     folder = checkpoint_of(source)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
     return folder
 
 
-def checked(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, device: Any) -> None:
-    """Check that a model is of a supported kind and runs. Raises ModelError."""
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, device: Any) -> None:
+    """Check that a model is of a supported kind and runs.
+
+    Raises:
+        ModelError: if it is not or does not.
+    """
     check_supported(model)
-    first = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", device, first.dtype)
+    dtype = next(model.parameters()).dtype
+    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", device, dtype)
     ModelShell(opened).check()
     objective_of(model, tokenizer)
 
@@ -211,24 +276,30 @@ def checked(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, s
 def texts_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: Evaluate
 ) -> dict[str, Tensor]:
-    """The token ids of all texts by name. Raises CalibrationError."""
+    """Read the token ids of all texts by name.
+
+    Raises:
+        CalibrationError: for texts that cannot be read.
+    """
     shape = settings.windows, settings.length, settings.stride
-    texts = asked_texts(settings, model)
-    labels = [as_source(text).label for text in texts]
-    found = [evaluation_ids(model, tokenizer, text, *shape)[0] for text in texts]
-    return dict(zip(labels, found, strict=True))
+    texts = requested_texts(settings, model)
+    return {as_source(text).label: evaluation_ids(model, tokenizer, text, *shape)[0] for text in texts}
 
 
 def check_same(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, first: First, base: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, common: CommonInputs, base: str
 ) -> None:
-    """Check that a model has the tokenizer, the kind and the features of the base model. Raises ModelError."""
-    own, kind, front = kind_of(model), first.kind, front_if_any(model)
-    if own != kind and own is not None and kind is not None:
-        raise ModelError(f"model: {base} {kind.name}, {source} {own.name}; evaluate them in two calls")
-    if front != first.front:
-        raise ModelError(f"model: {base} reads {first.front}, {source} {front}; evaluate them in two calls")
-    difference = first_difference(first.tokenizer, tokenizer)
+    """Check that a model has the tokenizer, the kind and the features of the first model.
+
+    Raises:
+        ModelError: if it has others.
+    """
+    kind, front = kind_of(model), front_if_any(model)
+    if kind != common.kind and kind is not None and common.kind is not None:
+        raise ModelError(f"model: {base} {common.kind.name}, {source} {kind.name}; evaluate them in two calls")
+    if front != common.front:
+        raise ModelError(f"model: {base} reads {common.front}, {source} {front}; evaluate them in two calls")
+    difference = first_difference(common.tokenizer, tokenizer)
     if difference is not None:
         difference = difference.replace("in the teacher", f"in {base}").replace("in the model", f"in {source}")
         raise ModelError(

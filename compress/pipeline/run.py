@@ -29,6 +29,8 @@ from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
+from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
+from compress.evaluate.result import Predicted, Verification
 from compress.evaluate.store import Store, digest_of
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
@@ -62,9 +64,7 @@ from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe, read_passes
 from compress.recipe.starts import folder_of
-from compress.report.build import build_report, reproduction, sizes
 from compress.report.card import CardFacts, write_card
-from compress.report.schema import Predicted, Verification
 from compress.report.write import sensitivity_of, write_report
 from compress.sweep.capture import ModelShell
 from compress.sweep.install import adapt, adapt_block
@@ -324,21 +324,16 @@ def finish(job: Job) -> Result:
     del model
     gc.collect()  # models contain reference cycles
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
-    report = build_report(
-        opened,
-        context,
-        folder,
+    checkpoint = CheckpointFacts(
         size=sizes(folder, settled.dense_bytes, settled.checkpoint_bytes, layers),
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
         masked=[name for entry in manifest.shards.values() for name in entry.masked],
-        layers=[r for name in [*(b.name for b in opened.blocks), OUTSIDE] for r in manifest.shards[name].results],
-        training=manifest.training,
-        evaluations=combine_all(compressed, base),
-        reproduce=reproduction(
-            recipe, opened, context, manifest.fingerprint, manifest.code, corpus_sha256(job.ids), job.uses
-        ),
     )
+    rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
+    passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
+    reproduce = reproduction(recipe, opened, context, *digests, corpus_sha256(job.ids), job.uses)
+    report = run_result(opened, context, folder, checkpoint, passes, combine_all(compressed, base), reproduce)
     write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder, manifest.staged)
     write_card(report, manifest.staged, at_commit(recipe.model, opened.commit), CardFacts.of(job.steps, opened.model))

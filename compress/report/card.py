@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
+from compress.evaluate.result import RunResult
 from compress.models.kinds.kinds import CAUSAL, RECORDED, Kind, answers_prompts, kind_of
 from compress.passes.contract.facts import Fact
 from compress.passes.contract.passes import Step
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
-from compress.report.schema import Report
 from compress.report.sections import size_and_quality
 from compress.report.sections.base import table
 from compress.version import __version__
@@ -50,12 +50,12 @@ class CardFacts:
         return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL)
 
 
-def write_card(report: Report, folder: Path, source: str, known: CardFacts) -> None:
+def write_card(report: RunResult, folder: Path, source: str, known: CardFacts) -> None:
     """Write README.md atomically. source: of the base model, a hub id, a folder or a .gguf file."""
     write_text(folder / FILE, card(report, source, known, base_metadata(source)))
 
 
-def card(report: Report, source: str, known: CardFacts, inherited: dict[str, Any]) -> str:
+def card(report: RunResult, source: str, known: CardFacts, inherited: dict[str, Any]) -> str:
     """The text of the card. inherited: metadata of the base model's card."""
     source, revision = split_revision(source)
     front = yaml.safe_dump(_metadata(report, source, known, inherited), sort_keys=False, allow_unicode=True)
@@ -79,7 +79,7 @@ def card(report: Report, source: str, known: CardFacts, inherited: dict[str, Any
     return "\n\n".join(parts) + "\n"
 
 
-def _metadata(report: Report, source: str, known: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:
+def _metadata(report: RunResult, source: str, known: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:
     """The front matter."""
     recipe = report.reproduce.recipe
     form = recipe["save"]["format"]
@@ -97,7 +97,7 @@ def _metadata(report: Report, source: str, known: CardFacts, inherited: dict[str
     }
 
 
-def _readers(report: Report) -> tuple[str, ...]:
+def _readers(report: RunResult) -> tuple[str, ...]:
     """Other programs that read the checkpoint."""
     recipe, verified = report.reproduce.recipe, report.verified
     readers = FORMATS[recipe["save"]["format"]].readers
@@ -105,7 +105,7 @@ def _readers(report: Report) -> tuple[str, ...]:
     return tuple(reader for reader in readers if not (unread and reader == "transformers"))
 
 
-def _use(report: Report, known: CardFacts) -> str:
+def _use(report: RunResult, known: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
     readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
     auto, generates = known.kind.auto, known.generates

@@ -1,4 +1,4 @@
-"""Read and write a report: report.json, report.md, report.html and, where a pass trained, its curves."""
+"""Read and write a report: report.json, report.md, report.html and, if a pass trained, its curves."""
 
 from __future__ import annotations
 
@@ -9,59 +9,83 @@ from pydantic import ValidationError
 
 from compress.checkpoint.containers.files import write_json, write_text
 from compress.errors import UserError
+from compress.evaluate.result import RunResult
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.recipe.sensitivities import Sensitivities, read_sensitivities
-from compress.report.curves import FILE as CURVES
-from compress.report.curves import picture
-from compress.report.html import FILE as PAGE
-from compress.report.html import html
-from compress.report.markdown import markdown
-from compress.report.schema import Report
+from compress.report.charts import picture
+from compress.report.curves import CURVES, training_charts
+from compress.report.render import html, markdown
 
-FILE, MARKDOWN = "report.json", "report.md"
+FILE, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
 
 
 class ReportError(UserError):
     """A folder has no report, or its report cannot be used."""
 
 
-def read_report(folder: Path) -> Report:
-    """The report of a run's folder. Raises ReportError."""
+def read_report(folder: Path) -> RunResult:
+    """Read the result of a run from its folder.
+
+    Raises:
+        ReportError: if there is no readable report.json.
+    """
     path = folder / FILE
     try:
-        return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return RunResult.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ReportError(f"{path}: no readable report ({reason}); name the output folder of compress run") from error
 
 
 def sensitivity_of(folder: Path, fingerprint: str) -> Sensitivities | None:
-    """The sensitivities of the base model in a run's folder, if there are any.
+    """Read the sensitivities of the base model from a run's folder.
 
-    fingerprint: of the base model. Raises ReportError for a file of another model, RecipeError for one that is none.
+    Args:
+        folder: The folder of the run.
+        fingerprint: Digest of the base model.
+
+    Returns:
+        None if there are none.
+
+    Raises:
+        ReportError: for the file of another model.
+        RecipeError: for a file without sensitivities.
     """
     path = folder / SENSITIVITY
     if not path.exists():
         return None
-    found = read_sensitivities(path)
-    if found.fingerprint != fingerprint:
-        raise ReportError(f"{path}: measured on {found.model}, which is another model; measure this one, or remove it")
-    return found
+    measured = read_sensitivities(path)
+    if measured.fingerprint != fingerprint:
+        raise ReportError(
+            f"{path}: measured on {measured.model}, which is another model; measure this one, or remove it"
+        )
+    return measured
 
 
-def write_report(report: Report, folder: Path, into: Path | None = None) -> list[str]:
-    """Write report.json, report.md, report.html and training.svg atomically; returns their names.
+def write_report(result: RunResult, folder: Path, into: Path | None = None) -> list[str]:
+    """Write report.json, report.md, report.html and training.svg atomically.
 
-    into: another folder for the files. The sensitivities in `folder`, if any, become part of the report. Raises as
-    `sensitivity_of` does.
+    The sensitivities in `folder`, if there are any, become part of the report.
+
+    Args:
+        result: The measurements of a run.
+        folder: Folder of the run.
+        into: Another folder for the files.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ReportError: as `sensitivity_of`.
+        RecipeError: as `sensitivity_of`.
     """
-    if (measured := sensitivity_of(folder, report.model.fingerprint)) is not None:
-        report = report.model_copy(update={"sensitivity": measured})
-    texts = {MARKDOWN: markdown(report), PAGE: html(report)}
-    if report.training:
-        texts[CURVES] = picture({label: record.curve for label, record in report.training.items()})
-    place = folder if into is None else into
-    write_json(place / FILE, report.to_json())
+    if (measured := sensitivity_of(folder, result.model.fingerprint)) is not None:
+        result = result.model_copy(update={"sensitivity": measured})
+    texts = {MARKDOWN: markdown(result), PAGE: html(result)}
+    if charts := training_charts(result):
+        texts[CURVES] = str(picture(charts, columns=2))
+    destination = folder if into is None else into
+    write_json(destination / FILE, result.to_json())
     for name, text in texts.items():
-        write_text(place / name, text)
+        write_text(destination / name, text)
     return [FILE, *texts]

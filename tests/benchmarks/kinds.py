@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import compress
-from compress.evaluate.agreement import WORDS, Measure
+from compress.evaluate.agreement import MEASURE_WORDS, Measure
 from compress.recipe.schema import read_passes
 
 INT8, INT4 = {"weights": "int8", "group_size": 64}, {"weights": "int4", "group_size": 64}
@@ -182,7 +182,8 @@ def quality(report: dict[str, Any]) -> dict[str, str]:
     """The measures by name: of agreement, or of the loss of a language model."""
     if report["agreement"]:
         measures = report["agreement"][0]["measures"]
-        return {WORDS[key].name: WORDS[key].shown(Measure(**values)) for key, values in measures.items()}
+        words = {key: MEASURE_WORDS[key] for key in measures}
+        return {words[key].name: words[key].value_text(Measure(**values)) for key, values in measures.items()}
     found = report["perplexity"][0]
     delta, kl = found["difference"], found["divergence"]
     return {

@@ -116,7 +116,7 @@ def compare_evaluations(given: argparse.Namespace, folder: Path) -> dict:
     for processes in (1, given.processes):
         found.append(measured(command(f"{processes}"), processes))
         (model,) = json.loads((folder / f"{processes}.json").read_text())["models"]
-        losses.append(model["texts"][0]["score"]["loss"])
+        losses.append(model["perplexity"][0]["compressed"]["loss"])
     if given.beside:
         others = [command(f"beside{i}") for i in range(given.processes)]
         found[0]["beside"] = beside(others, found[0]["seconds"])

@@ -192,7 +192,7 @@ def test_the_report_speaks_of_agreement(asked, tmp_path):
     with pytest.raises(ValueError, match="compared"):
         changed = copy.deepcopy(report)
         changed["agreement"][0]["compared"] = "perplexities"
-        compress.report.schema.Report.from_json(changed)
+        compress.evaluate.result.RunResult.from_json(changed)
 
 
 def test_the_commands(asked, tmp_path, folder, words):
@@ -205,8 +205,8 @@ def test_the_commands(asked, tmp_path, folder, words):
     shape = ("--text", words, "--windows", 6, "--length", 24)
     shown = run("eval", folder("classes"), out, *shape, "--work", tmp_path / "work", "--json")
     (base, found) = json.loads(shown.stdout)["models"]
-    assert base["compared"] == {} and base["texts"] == []
-    assert found["compared"]["agreement"] == json.loads((out / "report.json").read_text())["agreement"]
+    assert base["agreement"] is None and base["perplexity"] == []
+    assert found["agreement"] == json.loads((out / "report.json").read_text())["agreement"]
     table = run("eval", folder("classes"), out, *shape, "--work", tmp_path / "work").stdout
     assert "predicted" in table and "perplexity" not in table
     compared = run("compare", out, other, "-o", tmp_path / "plot.html")

@@ -8,7 +8,7 @@ from headless import headless
 
 from compress.errors import NumericError
 from compress.evaluate.agreement import (
-    WORDS,
+    MEASURE_WORDS,
     Agreement,
     Measure,
     answer,
@@ -121,11 +121,11 @@ def test_a_language_model_is_not_measured_by_it(tiny, ids):
 
 
 def test_a_small_error_has_two_digits():
-    shown = WORDS["cosine"].shown
+    shown = MEASURE_WORDS["cosine"].value_text
     assert shown(Measure(value=0.99983, stderr=0.0000123)) == "0.999830 ± 0.000012"
     assert shown(Measure(value=0.98, stderr=0.01)) == "0.9800 ± 0.0100" and shown(Measure(value=1.0)) == "1.0000"
-    assert WORDS["same"].shown(Measure(value=0.984, stderr=0.0031)) == "98.4% ± 0.3%"
-    assert (WORDS["same"].perfect, WORDS["kl"].perfect) == ("100%", "0")
+    assert MEASURE_WORDS["same"].value_text(Measure(value=0.984, stderr=0.0031)) == "98.4% ± 0.3%"
+    assert (MEASURE_WORDS["same"].perfect, MEASURE_WORDS["kl"].perfect) == ("100%", "0")
 
 
 def test_every_measure_has_words():
@@ -136,4 +136,4 @@ def test_every_measure_has_words():
         "spans": [[[1.0, 2.0], [2.0, 1.0]]],
     }
     named = {name for compared, given in answers.items() for name in measures(compared, given, given)}
-    assert named == set(WORDS) and all("{}" in words.sentence for words in WORDS.values())
+    assert named == set(MEASURE_WORDS) and all("{}" in words.sentence for words in MEASURE_WORDS.values())

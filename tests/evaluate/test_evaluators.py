@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from compress import RTN, Evaluate, KVCache, Wanda, apply
 from compress.evaluate import EVALUATORS, combine_all, measure_all, speed
 from compress.evaluate.base import EvaluationContext
+from compress.evaluate.result import RunResult
 from compress.passes.contract.context import Run
-from compress.report.schema import Report
 
 every_evaluator = pytest.mark.parametrize("key", EVALUATORS)
 
@@ -23,7 +23,7 @@ def test_they_are_found_by_their_files():
 
 
 def test_their_keys_are_free_in_the_report():
-    assert EVALUATORS.keys() & Report.model_fields.keys() == set()
+    assert EVALUATORS.keys() & RunResult.model_fields.keys() == set()
 
 
 @every_evaluator

@@ -7,11 +7,11 @@ from torch import nn
 import compress
 from compress import Magnitude, Wanda
 from compress.errors import NumericError, TargetError, VerificationError
+from compress.evaluate.result import RunResult
 from compress.evaluate.sparsity import check_sparsity
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.passes import LayerPass
-from compress.report.markdown import markdown
-from compress.report.schema import Report
+from compress.report.render import markdown
 
 NAMES = ["a", "b"]
 
@@ -77,7 +77,7 @@ def test_without_pruning_there_is_nothing_to_tell(recipe, tiny_folder, tmp_path)
     assert check_sparsity([("passes[0]", compress.RTN(), NAMES)], [], model_of(a=0, b=0)) is None
     asked = recipe(compress.RTN(group_size=16), model=tiny_folder("llama"), save={"format": "native"})
     report = compress.run(asked, tmp_path / "out").report
-    assert report["sparsity"] is None and "## Sparsity" not in markdown(Report.from_json(report))
+    assert report["sparsity"] is None and "## Sparsity" not in markdown(RunResult.from_json(report))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_run_tells_the_zeros_of_every_layer_of_its_checkpoint(family, format_,
     for name, layer in found["layers"].items():
         weight = loaded.get_submodule(name).weight
         assert layer["achieved"] == int((weight == 0).sum()) / weight.numel() >= layer["due"]
-    page = markdown(Report.from_json(result.report))
-    assert f"Of {len(found['layers'])} layers; due: in whole units of the pattern" in page
+    page = markdown(RunResult.from_json(result.report))
+    assert f"Of {len(found['layers'])} layers; expected: in whole units of the pattern" in page
     assert f"| all, by weight | {found['asked']:.4f} | {found['due']:.4f} | {found['achieved']:.4f} |" in page
 
 

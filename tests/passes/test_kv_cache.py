@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
+from compress.evaluate.result import RunResult
 from compress.kernels.dispatch import plain_torch
 from compress.models.caches.quantized import (
     CONFIG_KEY,
@@ -28,8 +29,7 @@ from compress.numerics.quant.grids import GRIDS
 from compress.passes.cache.kv_cache import ALLOWED
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
-from compress.report.markdown import markdown
-from compress.report.schema import Report
+from compress.report.render import markdown
 
 FP8 = {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scale": "static"}
 INT2 = {"keys": "int2", "values": "int2"}
@@ -217,7 +217,7 @@ def test_the_report_says_what_it_saves_and_what_it_costs(recipe, tmp_path):
 
 def test_a_report_without_it_has_no_word_of_it(served):
     report = copy.deepcopy(served.report) | {"kv_cache": None}
-    shown, without = (markdown(Report.from_json(values)) for values in (served.report, report))
+    shown, without = (markdown(RunResult.from_json(values)) for values in (served.report, report))
     assert "KV cache" in shown and "KV cache" not in without.split("## Journal")[0]
 
 

@@ -36,14 +36,15 @@ def test_models_are_compared_on_the_same_windows(variant, pico, settings, tmp_pa
     base, small = found.models
     assert (found.base, base.source, small.source) == (pico, pico, variant)
     [before], [after] = base.texts, small.texts
-    assert before.difference is before.divergence is None and before.sha256 == after.sha256
-    pairs = zip(before.score.by_window, after.score.by_window, strict=True)
+    assert before.base is before.difference is before.divergence is None and before.sha256 == after.sha256
+    assert after.base == before.compressed
+    pairs = zip(before.compressed.by_window, after.compressed.by_window, strict=True)
     changes = [b - a for a, b in pairs]
     assert after.difference.loss == pytest.approx(sum(changes) / 2)
     assert after.difference.stderr == pytest.approx(abs(changes[0] - changes[1]) / 2)
     assert after.divergence.mean > 0 and 0 < after.divergence.agreement < 1
     report = json.loads(Path(variant, "report.json").read_text())
-    assert after.score.loss == pytest.approx(report["perplexity"][0]["compressed"]["loss"], rel=1e-5)
+    assert after.compressed.loss == pytest.approx(report["perplexity"][0]["compressed"]["loss"], rel=1e-5)
     assert after.divergence.mean == pytest.approx(report["perplexity"][0]["divergence"]["mean"], rel=1e-3)
 
 
@@ -64,8 +65,8 @@ def test_progress_names_the_model(variant, pico, settings, tmp_path):
 
 def test_one_model_has_no_base(pico, settings, tmp_path):
     found = evaluate_models([pico], settings, work=tmp_path)
-    assert found.base is None and found.models[0].compared == {}
-    assert found.models[0].texts[0].score.perplexity > 1
+    assert found.base is None and found.models[0].evaluations["generation"] is None
+    assert found.models[0].texts[0].compressed.perplexity > 1
 
 
 def test_different_tokenizers_cannot_be_compared(pico, settings, tmp_path):
@@ -112,7 +113,7 @@ def test_tables_and_json(variant, pico, texts, tmp_path):
     assert "loss - base" in " ".join(done.stdout.split()) or "loss -" in done.stdout
     printed = CliRunner().invoke(main, [*args, "--json"])
     assert json.loads(printed.stdout) == json.loads((tmp_path / "found.json").read_text())
-    assert torch.tensor(json.loads(printed.stdout)["models"][1]["texts"][0]["divergence"]["mean"]) > 0
+    assert torch.tensor(json.loads(printed.stdout)["models"][1]["perplexity"][0]["divergence"]["mean"]) > 0
 
 
 def test_files_of_llama_cpp_are_told_apart_and_have_a_size(pico, settings, tmp_path):

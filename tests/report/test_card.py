@@ -7,9 +7,9 @@ import yaml
 from model_families import tiny_model
 
 import compress
+from compress.evaluate.result import RunResult
 from compress.models.kinds.kinds import CAUSAL, MASKED, RECORDED
 from compress.report.card import CardFacts, base_metadata, card
-from compress.report.schema import Report
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,10 @@ def front(text: str) -> dict:
     return yaml.safe_load(metadata)
 
 
-def changed(report: Report, **save) -> Report:
+def changed(report: RunResult, **save) -> RunResult:
     values = report.to_json()
     values["reproduce"]["recipe"]["save"] |= save
-    return Report.from_json(json.loads(json.dumps(values)))
+    return RunResult.from_json(json.loads(json.dumps(values)))
 
 
 FACTS = CardFacts(frozenset({"quantized", "masked"}), generates=True, kind=CAUSAL)
@@ -36,7 +36,7 @@ FACTS = CardFacts(frozenset({"quantized", "masked"}), generates=True, kind=CAUSA
 
 def test_a_run_writes_its_card(finished):
     text = (finished / "README.md").read_text()
-    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
     assert front(text)["tags"] == ["compress", "wanda", "rtn", "compressed-tensors", "5.01-bit", "pruned"]
     assert front(text)["library_name"] == "transformers" and front(text)["pipeline_tag"] == "text-generation"
     assert "base_model" not in front(text)  # a local folder is no model of the hub
@@ -47,7 +47,7 @@ def test_a_run_writes_its_card(finished):
 
 
 def test_the_base_model_and_its_license_are_stated(finished, tmp_path):
-    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
     text = card(report, "owner/some-model", FACTS, {"license": "apache-2.0"})
     assert front(text)["base_model"] == "owner/some-model" and front(text)["license"] == "apache-2.0"
     assert front(text)["base_model_relation"] == "quantized"
@@ -61,7 +61,7 @@ def test_the_base_model_and_its_license_are_stated(finished, tmp_path):
 
 
 def test_only_programs_that_read_the_format_are_named(finished):
-    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
     text = card(report, "m", FACTS, {})
     assert "AutoModelForCausalLM" in text and "vLLM" in text and "compress.load" in text
     native = card(changed(report, format="native"), "m", FACTS, {})
@@ -77,7 +77,7 @@ def test_only_programs_that_read_the_format_are_named(finished):
 
 
 def test_it_claims_no_test_that_was_not_made(finished):
-    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
     untested = report.model_copy(
         update={"verified": report.verified.model_copy(update={"transformers": None, "skipped": "too old"})}
     )

@@ -4,10 +4,10 @@ import pytest
 from browser import FOUND, REASON, browser
 from sample_report import HOSTILE, sample
 
-from compress.report.html import html
+from compress.evaluate.result import RunResult
 from compress.report.pareto import Variant
 from compress.report.pareto import html as comparison
-from compress.report.schema import Report
+from compress.report.render import html
 
 pytestmark = pytest.mark.skipif(FOUND is None, reason=REASON)
 
@@ -93,8 +93,8 @@ def pages(tmp_path_factory):
         for i in range(3)
     ]
     texts = {
-        "report": html(Report.from_json(sample("organization/a-model-with-a-rather-long-name-135M-Instruct-2026"))),
-        "hostile": html(Report.from_json(sample(HOSTILE))),
+        "report": html(RunResult.from_json(sample("organization/a-model-with-a-rather-long-name-135M-Instruct-2026"))),
+        "hostile": html(RunResult.from_json(sample(HOSTILE))),
         "comparison": comparison(variants),
     }
     for name, text in texts.items():

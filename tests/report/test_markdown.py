@@ -7,8 +7,8 @@ import re
 import pytest
 
 import compress
-from compress.report.markdown import markdown
-from compress.report.schema import Report
+from compress.evaluate.result import RunResult
+from compress.report.render import markdown
 from compress.report.sections import SECTIONS, checks, journal, layer_errors, size_and_quality, time_and_memory
 from compress.report.write import write_report
 
@@ -91,14 +91,14 @@ def report():
 
 def rendered(section, report):
     """The text of a section, which the whole page holds below its heading."""
-    found = SECTIONS[section]().render(Report.from_json(report))
-    page, title = markdown(Report.from_json(report)), SECTIONS[section].title
+    found = SECTIONS[section]().render(RunResult.from_json(report))
+    page, title = markdown(RunResult.from_json(report)), SECTIONS[section].title
     assert f"## {title}\n\n{found}" in page if found is not None else f"## {title}" not in page
     return found
 
 
 def summary(report):
-    return size_and_quality.rows(Report.from_json(report))
+    return size_and_quality.rows(RunResult.from_json(report))
 
 
 def test_size_and_quality_by_hand(report):
@@ -128,7 +128,7 @@ def test_errors_of_reconstructed_blocks_are_in_the_order_of_the_model(report):
 
 
 def test_time_errors_and_journal_by_hand(report):
-    found = Report.from_json(report)
+    found = RunResult.from_json(report)
     assert time_and_memory.rows(found) == [("save", "1.3", "7")]
     assert layer_errors.by_pass(found) == [
         ("one", "2", "0.2000", "0.3000", "0.250"),
@@ -147,7 +147,7 @@ def test_the_memory_of_an_accelerator_is_shown_where_one_was_used(report):
         "| save | 1.3 | 7 | 0 |",
         "| verify | 2.0 | 3 | 5 |",
     ]
-    _, bars, *_ = SECTIONS["time_and_memory"]().blocks(Report.from_json(report))
+    _, bars, *_ = SECTIONS["time_and_memory"]().blocks(RunResult.from_json(report))
     assert [group.title for group in bars.groups] == ["Time", "Peak memory", "Peak memory of the accelerator"]
 
 
@@ -188,16 +188,16 @@ def test_a_rounded_cache_by_hand(report):
 
 def test_checks_say_what_was_not_done(report):
     line = "reloaded by transformers: outputs differ by at most 1e-05, weights equal"
-    assert checks.lines(Report.from_json(report))[-1] == line
+    assert checks.lines(RunResult.from_json(report))[-1] == line
     report["verified"] |= {"transformers": None, "skipped": "too far"}
-    assert checks.lines(Report.from_json(report))[-1] == "not reloaded by transformers: too far"
+    assert checks.lines(RunResult.from_json(report))[-1] == "not reloaded by transformers: too far"
 
 
 def test_checks_say_whether_the_plan_knew_the_size(report):
-    assert checks.lines(Report.from_json(report))[0] == "tensor bytes: 4000000, as predicted by the plan"
+    assert checks.lines(RunResult.from_json(report))[0] == "tensor bytes: 4000000, as predicted by the plan"
     report["predicted"]["tensor_bytes"] = 3 * MB
     chosen = "3000000 were predicted before calibration chose the schemes of some layers"
-    assert checks.lines(Report.from_json(report))[0] == f"tensor bytes: 4000000, {chosen}"
+    assert checks.lines(RunResult.from_json(report))[0] == f"tensor bytes: 4000000, {chosen}"
 
 
 def test_a_quiet_run_says_so(report):
@@ -211,12 +211,12 @@ def test_every_figure_of_the_report_comes_from_report_json(recipe, tiny_folder, 
     folder = compress.run(asked, tmp_path / "out").folder
     stored = json.loads((folder / "report.json").read_text())
     page = (folder / "report.md").read_text()
-    assert markdown(Report.from_json(stored)) == page
+    assert markdown(RunResult.from_json(stored)) == page
     assert re.search(r"\| bits per weight, 21 layers \| 32\.00 \| 6\.000 \| 5\.33x smaller \|", page)
     for change in ("dense_bytes", "checkpoint_bytes", "bits_per_weight", "compressed_layers"):
         other = copy.deepcopy(stored)
         other["size"][change] *= 2
-        assert markdown(Report.from_json(other)) != page, change
+        assert markdown(RunResult.from_json(other)) != page, change
 
 
 def test_the_reproduction_says_what_was_read(report):
@@ -228,6 +228,6 @@ def test_the_reproduction_says_what_was_read(report):
 
 
 def test_both_files_are_written(report, tmp_path):
-    write_report(Report.from_json(report), tmp_path)
-    assert Report.from_json(json.loads((tmp_path / "report.json").read_text())) == Report.from_json(report)
-    assert (tmp_path / "report.md").read_text() == markdown(Report.from_json(report))
+    write_report(RunResult.from_json(report), tmp_path)
+    assert RunResult.from_json(json.loads((tmp_path / "report.json").read_text())) == RunResult.from_json(report)
+    assert (tmp_path / "report.md").read_text() == markdown(RunResult.from_json(report))

@@ -42,7 +42,7 @@ SECTION = '''
 from compress.report.sections.base import Section
 
 
-class ToyText(Section):
+class ToyTextSection(Section):
     """One line."""
 
     title = "Tensors"
@@ -57,16 +57,16 @@ class ToyText(Section):
 @pytest.fixture
 def toys(tmp_path, monkeypatch):
     """A file in the folder of the evaluators, and one in the folder of the sections."""
-    for package, name, text, known, base in (
-        (evaluate, "toy_count", EVALUATOR, EVALUATORS, Evaluator),
-        (sections, "toy_text", SECTION, SECTIONS, Section),
+    for package, name, text, known, base, suffix in (
+        (evaluate, "toy_count", EVALUATOR, EVALUATORS, Evaluator, ""),
+        (sections, "toy_text", SECTION, SECTIONS, Section, "Section"),
     ):
         folder = tmp_path / name
         folder.mkdir()
         (folder / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
-        found = classes_by_file(package.__name__, package.__path__, base)
+        found = classes_by_file(package.__name__, package.__path__, base, suffix)
         assert found.keys() - known.keys() == {name}
         monkeypatch.setitem(known, name, found[name])
     yield

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 import compress
 from compress import GPTQ, SRSTE, KVCache
-from compress.report.schema import Report
+from compress.evaluate.result import RunResult
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def same(first, second) -> bool:
 
 def test_a_stored_report_is_the_same_after_a_round_trip(stored):
     before = copy.deepcopy(stored)
-    report = Report.from_json(stored)
+    report = RunResult.from_json(stored)
     assert same(stored, before) and same(report.to_json(), stored)
     assert all(stored[key] for key in ("sparsity", "kv_cache", "perplexity", "training", "layers"))
 
 
 def test_its_values_have_types(stored):
-    report = Report.from_json(stored)
+    report = RunResult.from_json(stored)
     assert report.model.class_name == stored["model"]["class"]
     assert report.layers[0].by == stored["layers"][0]["by"]
     (record,) = report.training.values()
@@ -43,7 +43,7 @@ def test_its_values_have_types(stored):
 
 
 def test_results_of_unknown_evaluators_stay_as_they_are(stored):
-    report = Report.from_json(stored | {"magic": {"a": [1, 2.5]}})
+    report = RunResult.from_json(stored | {"magic": {"a": [1, 2.5]}})
     assert report.evaluations["magic"] == {"a": [1, 2.5]} == report.to_json()["magic"]
 
 
@@ -52,10 +52,10 @@ def test_an_unknown_field_is_an_error(stored, place):
     values = copy.deepcopy(stored)
     values[place]["magic"] = 1
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
-        Report.from_json(values)
+        RunResult.from_json(values)
 
 
 def test_a_missing_field_is_an_error(stored):
     values = {key: value for key, value in stored.items() if key != "costs"}
     with pytest.raises(ValidationError, match="costs\n  Field required"):
-        Report.from_json(values)
+        RunResult.from_json(values)

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 import compress
 from compress.cli import main
-from compress.report.page.blocks import Tiles
-from compress.report.schema import Report, json_schema
-from compress.report.sections.verdict import Verdict
-from compress.report.verdict import headline, of_report
+from compress.evaluate.result import RunResult, json_schema
+from compress.report.page.blocks import KeyFigures
+from compress.report.sections.verdict import VerdictSection
+from compress.report.verdict import headline, of_result
 from compress.sweep.install import WORST
 
 
@@ -27,8 +27,8 @@ def values(folder):
 
 
 def test_the_verdict_stands_on_top(finished):
-    report = Report.from_json(values(finished))
-    size, agreement = of_report(report)
+    report = RunResult.from_json(values(finished))
+    size, agreement = of_result(report)
     assert size.startswith(f"{report.size.dense_bytes / report.size.checkpoint_bytes:.2f}x smaller; loss +")
     assert "KL divergence" in agreement
     text = (finished / "report.md").read_text()
@@ -42,24 +42,24 @@ def test_tasks_in_words(finished):
     other = {**row, "metric": "acc_norm", "paired": {**paired, "difference": 0.0, "p": 1.0}}
     tasks = {"scores": [{**row, "paired": paired}, other], "failed": {}, "chat_template": False, "limit": None}
     changed = values(finished) | {"tasks": {**tasks, "seed": 1, "lm_eval": "0"}}
-    last = of_report(Report.from_json(changed))[-1]
+    last = of_result(RunResult.from_json(changed))[-1]
     assert last == "1 of 2 task metrics differ by more than chance (p < 0.05): piqa acc (-1.000)"
-    unmeasured = Report.from_json(values(finished) | {"perplexity": None})
-    assert "was not measured" in of_report(unmeasured)[0]
+    unmeasured = RunResult.from_json(values(finished) | {"perplexity": None})
+    assert "was not measured" in of_result(unmeasured)[0]
 
 
 def test_the_verdict_on_a_model_without_a_head_speaks_of_agreement(finished):
     same, kl = {"value": 0.984, "stderr": 0.003}, {"value": 0.0012, "stderr": None}
     text = {"text": "a", "windows": 8, "length": 16, "sha256": "", "compared": "classes"}
     texts = [{**text, "measures": {"same": same, "kl": kl}}, {**text, "text": "b", "measures": {"kl": kl}}]
-    report = Report.from_json(values(finished) | {"perplexity": [], "agreement": texts, "tasks": None})
-    first, second = of_report(report)
+    report = RunResult.from_json(values(finished) | {"perplexity": [], "agreement": texts, "tasks": None})
+    first, second = of_result(report)
     words = "the predicted class is that of the base model in 98.4% ± 0.3% of the cases"
     assert first.endswith(f"x smaller; {words}, KL divergence 0.0012 nats on a")
     assert second == "KL divergence 0.0012 nats on b"
     assert headline(report).endswith(f"{words}.")
-    tiles = next(block for block in Verdict().blocks(report) if isinstance(block, Tiles)).tiles
-    assert [(tile.figure, tile.note) for tile in tiles[1:]] == [("98.4%", "± 0.3%, a"), ("0.0012", "a")]
+    figures = next(block for block in VerdictSection().blocks(report) if isinstance(block, KeyFigures)).figures
+    assert [(figure.value, figure.note) for figure in figures[1:]] == [("98.4%", "± 0.3%, a"), ("0.0012", "a")]
 
 
 def test_the_schema_names_every_key_of_a_report(finished):

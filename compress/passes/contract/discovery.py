@@ -17,36 +17,54 @@ def is_class(value: object) -> TypeGuard[type]:
     return isinstance(value, type) and get_origin(value) is None
 
 
-def classes_by_file(package: str, path: Iterable[str], base: type[T]) -> dict[str, type[T]]:
-    """The subclasses of `base` in the files of a package, by file name.
+def classes_by_file(package: str, path: Iterable[str], base: type[T], suffix: str = "") -> dict[str, type[T]]:
+    """Find the subclasses of `base` in the files of a package. Files without one are skipped.
 
-    package: the dotted name; path: its `__path__`. Files without a subclass of `base` are skipped.
+    Args:
+        package: Dotted name of the package.
+        path: Its `__path__`.
+        base: The class whose subclasses are found.
+        suffix: End of the name of every class, after the name of its file.
 
-    Raises ImportError for a file whose subclasses are all called otherwise than the file.
+    Returns:
+        The classes by file name.
+
+    Raises:
+        ImportError: for a file whose subclasses are all called otherwise than the file.
     """
-    found: dict[str, type[T]] = {}
+    classes: dict[str, type[T]] = {}
     for info in pkgutil.iter_modules(path):
-        member = class_of_file(importlib.import_module(f"{package}.{info.name}"), info.name, base)
+        member = class_of_file(importlib.import_module(f"{package}.{info.name}"), info.name, base, suffix)
         if member is not None:
-            found[info.name] = member
-    return found
+            classes[info.name] = member
+    return classes
 
 
-def class_of_file(module: ModuleType, name: str, base: type[T]) -> type[T] | None:
-    """The subclass of `base` that is called like a file: the file's name without underscores, in any capitals.
+def class_of_file(module: ModuleType, name: str, base: type[T], suffix: str = "") -> type[T] | None:
+    """Find the subclass of `base` that is called like a file: the file's name without underscores, in any capitals.
 
-    Returns None for a file that defines no subclass of `base`. Raises ImportError if all have other names.
+    Args:
+        module: The imported file.
+        name: Name of the file.
+        base: The class whose subclass is found.
+        suffix: End of the name of the class.
+
+    Returns:
+        None for a file that defines no subclass of `base`.
+
+    Raises:
+        ImportError: if all subclasses have other names.
     """
-    own = {
+    members = {
         member.__name__: member
         for _, member in inspect.getmembers(module, is_class)
         if issubclass(member, base) and member is not base and member.__module__ == module.__name__
     }
-    found = next((member for title, member in own.items() if title.lower() == name.replace("_", "")), None)
-    if found is None and own:
-        wanted = "".join(part.capitalize() for part in name.split("_"))
+    title = "".join(part.capitalize() for part in name.split("_")) + suffix
+    match = next((member for key, member in members.items() if key.lower() == title.lower()), None)
+    if match is None and members:
         raise ImportError(
-            f"{name}.py defines {', '.join(own)}, but a file holds one class that is called like the file; "
-            f"call the class {wanted}, or rename the file"
+            f"{name}.py defines {', '.join(members)}, but a file holds one class that is called like the file; "
+            f"call the class {title}, or rename the file"
         )
-    return found
+    return match

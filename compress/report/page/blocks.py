@@ -1,8 +1,4 @@
-"""Blocks: the typed pieces that the sections of a page consist of. Each kind has a template with the name of its class.
-
-Positions across a chart are percentages of its width and positions along its height are pixels, so that a chart fits
-every screen and its text keeps its size.
-"""
+"""Blocks: the typed pieces that the sections of a page consist of. Each kind has a template with the name of its class."""
 
 from __future__ import annotations
 
@@ -13,24 +9,24 @@ from typing import Literal
 Tone = Literal["plain", "good", "bad"]
 
 
-class Block:
+class PageBlock:
     """One piece of a page."""
 
     @property
     def template(self) -> str:
-        """The file of its template."""
+        """The file of its template: the name of its class in lowercase."""
         return f"{type(self).__name__.lower()}.html"
 
 
 @dataclass(frozen=True)
-class Lead(Block):
+class Lead(PageBlock):
     """The main sentence of the page."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Heading(Block):
+class Heading(PageBlock):
     """A heading inside of a section, and a note after it."""
 
     text: str
@@ -38,29 +34,35 @@ class Heading(Block):
 
 
 @dataclass(frozen=True)
-class Prose(Block):
+class Prose(PageBlock):
     """A paragraph."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Items(Block):
+class Items(PageBlock):
     """A list of sentences."""
 
     lines: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class Code(PageBlock):
     """Text in a monospaced font, line by line."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Table(Block):
-    """A table; the first column and those in `words` are aligned to the left, others to the right."""
+class TextTable(PageBlock):
+    """A table.
+
+    Attributes:
+        head: Names of the columns.
+        rows: Cells of each row.
+        words: Columns that are aligned to the left, in addition to the first one.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -68,16 +70,22 @@ class Table(Block):
 
 
 @dataclass(frozen=True)
-class Details(Block):
+class Details(PageBlock):
     """Blocks that are shown when their summary is opened."""
 
     summary: str
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
 
 
 @dataclass(frozen=True)
-class Entry(Block):
-    """A message of the journal and all its places. kind: as in `api.journal.Entry`."""
+class JournalItem(PageBlock):
+    """A message of the journal with all its places.
+
+    Attributes:
+        kind: 'note', 'fallback', or another kind of the journal.
+        message: The text.
+        places: Where the message was written.
+    """
 
     kind: str
     message: str
@@ -85,7 +93,7 @@ class Entry(Block):
 
 
 @dataclass(frozen=True)
-class Pair(Block):
+class Pair(PageBlock):
     """Two texts side by side, with their titles."""
 
     titles: tuple[str, str]
@@ -93,45 +101,59 @@ class Pair(Block):
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A figure, its name, and what it was computed from."""
+class KeyFigure:
+    """A main figure.
 
-    figure: str
+    Attributes:
+        value: The figure.
+        name: What it is.
+        note: What it was computed from.
+        tone: Its meaning.
+    """
+
+    value: str
     name: str
     note: str = ""
     tone: Tone = "plain"
 
 
 @dataclass(frozen=True)
-class Tiles(Block):
+class KeyFigures(PageBlock):
     """The main figures."""
 
-    tiles: Sequence[Tile]
+    figures: Sequence[KeyFigure]
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of a pipeline: its name, and options as text."""
+class PipelineStep:
+    """A step of a recipe: its name, and its options as text."""
 
     name: str
     options: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
-class Steps(Block):
-    """The steps of a pipeline in order."""
+class Pipeline(PageBlock):
+    """The steps of a recipe in order."""
 
-    steps: Sequence[Step]
+    steps: Sequence[PipelineStep]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar. share: its length relative to the longest bar that fits. base: it belongs to the base model."""
+    """A bar.
+
+    Attributes:
+        name: Its label.
+        share: Its length relative to the longest bar that fits.
+        text: Its value.
+        is_base: It belongs to the base model.
+    """
 
     name: str
     share: float
     text: str
-    base: bool = False
+    is_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,15 +166,22 @@ class BarGroup:
 
 
 @dataclass(frozen=True)
-class Bars(Block):
+class Bars(PageBlock):
     """Groups of bars."""
 
     groups: Sequence[BarGroup]
 
 
 def before_and_after(title: str, note: str, values: tuple[float, float], texts: tuple[str, str]) -> BarGroup:
-    """Two bars: the base model and the compressed one."""
+    """Make two bars: the base model and the compressed one.
+
+    Args:
+        title: Of the group.
+        note: After the title.
+        values: Of the base model and of the compressed one.
+        texts: The values as text.
+    """
     longest = max(values) or 1.0
     names = ("before", "after")
-    bars = [Bar(names[i], values[i] / longest, texts[i], base=i == 0) for i in range(2)]
+    bars = [Bar(names[i], values[i] / longest, texts[i], is_base=i == 0) for i in range(2)]
     return BarGroup(title, note, bars)

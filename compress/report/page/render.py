@@ -10,7 +10,8 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from compress.report.page.blocks import Block
+from compress.report.charts import STYLE
+from compress.report.page.blocks import PageBlock
 from compress.report.page.numbers import PLUS_MINUS
 from compress.version import __version__
 
@@ -19,41 +20,48 @@ PACKAGE = "compress.report.page"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A section of a page. key: its anchor. title: its heading; empty: without a heading."""
+class PageSection:
+    """A section of a page.
+
+    Attributes:
+        key: Its anchor.
+        title: Its heading; empty for none.
+        blocks: Its content.
+    """
 
     key: str
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
 
 
-def page(title: str, subtitle: str, parts: Sequence[Part]) -> str:
-    """The text of an HTML file. Everything in blocks, titles and names is text and is escaped."""
+def page(title: str, subtitle: str, parts: Sequence[PageSection]) -> str:
+    """Render an HTML file. All strings of the arguments are text, and are escaped."""
     template = environment().get_template("page.html")
-    return template.render(title=title, subtitle=subtitle, parts=parts, version=__version__) + "\n"
+    facts = {"title": title, "subtitle": subtitle, "parts": parts, "version": __version__}
+    return template.render(facts, chart_style=STYLE) + "\n"
 
 
 @cache
 def environment() -> Environment:
-    """The templates, with escaping of all values; `draw(block)` renders a block."""
-    found = Environment(
+    """Return the templates, which escape all values; `draw(block)` renders a block."""
+    templates = Environment(
         loader=PackageLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.globals["draw"] = draw
-    found.filters |= {"soft": soft, "joined": joined}
-    return found
+    templates.globals["draw"] = draw
+    templates.filters |= {"soft": soft, "joined": joined}
+    return templates
 
 
 def joined(text: str) -> str:
-    """Text that does not break between a value and its error."""
+    """Prevent line breaks between a value and its error."""
     return text.replace(" ± ", PLUS_MINUS)
 
 
 def soft(text: str) -> Markup:
-    """Escaped text that may break after the dots, slashes and underscores of a name."""
+    """Escape text, and allow line breaks after the dots, slashes and underscores of a name."""
     return Markup("<wbr>").join(escape(part) for part in NAME_PARTS.split(text))
 
 
-def draw(block: Block) -> Markup:
-    """The HTML of one block."""
+def draw(block: PageBlock) -> Markup:
+    """Render one block as HTML."""
     return Markup(environment().get_template(block.template).render(block=block))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.agreement import WORDS, TextAgreement
-from compress.report.page.blocks import Block, Heading, Prose, Table
-from compress.report.schema import Report
+from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
+from compress.evaluate.result import RunResult
+from compress.report.page.blocks import Heading, PageBlock, Prose, TextTable
 from compress.report.sections.base import Section
-from compress.report.verdict import agreements
 
 HEAD = ("", "if equal", "compressed")
 NOTE = (
@@ -18,24 +17,24 @@ NOTE = (
 )
 
 
-class Agreement(Section):
+class AgreementSection(Section):
     """A table of the measures on each text; report.md has them in the table of size and quality."""
 
     title: ClassVar[str] = "Agreement with the base model"
     order: ClassVar[int] = 13
 
-    def render(self, report: Report) -> str | None:
+    def render(self, result: RunResult) -> str | None:
         return None
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        texts = agreements(report)
-        found: list[Block] = [Prose(NOTE)] if texts else []
-        for text in texts:
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        blocks: list[PageBlock] = [Prose(NOTE)] if result.agreements else []
+        for text in result.agreements:
             title = f"{text.text}, {text.windows} windows of {text.length} tokens"
-            found += [Heading(title), Table(HEAD, rows(text))]
-        return found
+            blocks += [Heading(title), TextTable(HEAD, rows(text))]
+        return blocks
 
 
 def rows(text: TextAgreement) -> list[tuple[str, ...]]:
-    """Rows of `HEAD`."""
-    return [(WORDS[name].name, WORDS[name].perfect, WORDS[name].shown(found)) for name, found in text.measures.items()]
+    """List rows of `HEAD`."""
+    measures = [(MEASURE_WORDS[name], measure) for name, measure in text.measures.items()]
+    return [(words.name, words.perfect, words.value_text(measure)) for words, measure in measures]

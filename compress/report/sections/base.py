@@ -6,29 +6,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.report.page.blocks import Block, Code
-from compress.report.schema import Report
+from compress.evaluate.result import RunResult
+from compress.report.page.blocks import Code, PageBlock
 
 MB = 1e6
 
 
 class Section(ABC):
-    """One section of report.md and report.html. title: its heading. order: sections are sorted by it."""
+    """One section of report.md and report.html.
+
+    Attributes:
+        title: Its heading.
+        order: Sections are sorted by it.
+    """
 
     title: ClassVar[str]
     order: ClassVar[int]
 
     @abstractmethod
-    def render(self, report: Report) -> str | None:
-        """The Markdown below the heading; None leaves the section out of report.md."""
+    def render(self, result: RunResult) -> str | None:
+        """Return the Markdown below the heading; None leaves the section out of report.md."""
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        """The content below the heading of report.html; none leaves the section out. Default: the Markdown as text."""
-        text = self.render(report)
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        """Return the content below the heading of report.html; none leaves the section out.
+
+        By default it is the Markdown as text.
+        """
+        text = self.render(result)
         return [] if text is None else [Code(text)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

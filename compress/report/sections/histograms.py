@@ -5,35 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.report.page.blocks import Block, Heading, Prose
-from compress.report.page.charts import Grid, HistogramChart
+from compress.evaluate.result import LayerRow, RunResult
+from compress.report.charts import ChartGrid, HistogramChart
+from compress.report.page.blocks import Heading, PageBlock, Prose
 from compress.report.page.numbers import number
-from compress.report.schema import LayerRow, Report
 from compress.report.sections.base import Section
 
 SHOWN = 4  # layers; report.json has those of every block
 
+TEXT = (
+    "Distributions before and after the pass, in equal bins; the axis of counts is logarithmic. Inputs are those of the "
+    "calibration text."
+)
 
-class Histograms(Section):
+
+class HistogramsSection(Section):
     """Charts of the layers with the largest errors; report.md has none."""
 
     title: ClassVar[str] = "Weights and inputs of the worst layers"
     order: ClassVar[int] = 45
 
-    def render(self, report: Report) -> str | None:
+    def render(self, result: RunResult) -> str | None:
         return None
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        known = [(row.error, row) for row in report.layers if row.histograms is not None and row.error is not None]
-        worst = [row for _, row in sorted(known, key=lambda pair: -pair[0])[:SHOWN]]
-        found = [block for row in worst for block in _of_layer(row)]
-        text = "Numbers of values in equal bins, on a logarithmic scale. Inputs are those of the calibration text."
-        return [Prose(text), *found] if found else []
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        rows = [(row.error, row) for row in result.layers if row.histograms is not None and row.error is not None]
+        worst = [row for _, row in sorted(rows, key=lambda pair: -pair[0])[:SHOWN]]
+        blocks = [block for row in worst for block in _of_layer(row)]
+        return [Prose(TEXT), *blocks] if blocks else []
 
 
-def _of_layer(row: LayerRow) -> list[Block]:
+def _of_layer(row: LayerRow) -> list[PageBlock]:
     """The charts of a layer below its name."""
     assert row.histograms is not None and row.error is not None
-    known = {"weights": row.histograms.weights, "inputs": row.histograms.inputs}
-    charts = [HistogramChart(name, found) for name, found in known.items() if found is not None]
-    return [Heading(row.layer, f"{row.by}, relative output error {number(row.error)}"), Grid(charts)]
+    histograms = (
+        (row.histograms.weights, "value of a weight"),
+        (row.histograms.inputs, "value of an input"),
+    )
+    charts = [HistogramChart("", histogram, x_name) for histogram, x_name in histograms if histogram is not None]
+    return [Heading(row.layer, f"{row.by}, relative output error {number(row.error)}"), ChartGrid(charts)]

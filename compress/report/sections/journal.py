@@ -6,41 +6,41 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.report.page.blocks import Block, Entry, Prose
-from compress.report.schema import JournalEntry, Report
+from compress.evaluate.result import JournalEntry, RunResult
+from compress.report.page.blocks import JournalItem, PageBlock, Prose
 from compress.report.sections.base import Section
 
 SHOWN = 2000  # places of one message, as of the experts of a large model
 QUIET = "No fallbacks and no notes."
 
 
-class Journal(Section):
+class JournalSection(Section):
     """A list with the lines of `lines`."""
 
     title: ClassVar[str] = "Journal"
     order: ClassVar[int] = 90
 
-    def render(self, report: Report) -> str:
-        return "\n".join(f"- {line}" for line in lines(report)) or QUIET
+    def render(self, result: RunResult) -> str:
+        return "\n".join(f"- {line}" for line in lines(result)) or QUIET
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        groups = [Entry(kind, message, _shortened(places)) for (kind, message), places in grouped(report).items()]
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        groups = [JournalItem(kind, message, _shortened(places)) for (kind, message), places in grouped(result).items()]
         ordered = sorted(groups, key=lambda group: group.kind != "fallback")
         return ordered or [Prose(QUIET)]
 
 
 def _shortened(places: list[str]) -> list[str]:
-    """At most `SHOWN` places, and the number of the others."""
-    more = len(places) - SHOWN
-    return [*places[:SHOWN], f"and {more} more in report.json"] if more > 0 else places
+    """At most `SHOWN` places, and the number of further ones."""
+    hidden = len(places) - SHOWN
+    return [*places[:SHOWN], f"and {hidden} more in report.json"] if hidden > 0 else places
 
 
-def grouped(report: Report) -> dict[tuple[str, str], list[str]]:
-    """The places of all entries with their figures, by (kind, message)."""
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for entry in report.journal.entries:
-        found[entry.kind, entry.message].append(_place(entry))
-    return found
+def grouped(result: RunResult) -> dict[tuple[str, str], list[str]]:
+    """Collect the places of all entries with their figures, by (kind, message)."""
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for entry in result.journal.entries:
+        places[entry.kind, entry.message].append(_place(entry))
+    return places
 
 
 def _place(entry: JournalEntry) -> str:
@@ -51,12 +51,12 @@ def _place(entry: JournalEntry) -> str:
     return f"{entry.where} ({', '.join(figures)})" if figures else entry.where
 
 
-def lines(report: Report) -> list[str]:
-    """One line per kind and message, with the first place and the number of further ones."""
+def lines(result: RunResult) -> list[str]:
+    """Return one line per kind and message, with the first place and the number of further ones."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for entry in report.journal.entries:
+    for entry in result.journal.entries:
         places[entry.kind, entry.message].append(entry.where)
     return [
-        f"{kind}: {message} ({where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''})"
-        for (kind, message), where in places.items()
+        f"{kind}: {message} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
+        for (kind, message), names in places.items()
     ]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.kv_cache import KVCacheResult
-from compress.report.page.blocks import Bars, Block, Prose, Table, before_and_after
+from compress.evaluate.result import RunResult
+from compress.report.page.blocks import Bars, PageBlock, Prose, TextTable, before_and_after
 from compress.report.page.numbers import data_size
-from compress.report.schema import Report
 from compress.report.sections.base import Section, table
 
 SIMULATED = (
@@ -23,31 +23,33 @@ STATED = "kv_cache_scheme in config.json tells vLLM and transformers (with compr
 HEAD = ("rounded", "attentions", "mean error", "largest")
 
 
-class KVCache(Section):
+class KVCacheSection(Section):
     """A table of rounding errors by kind."""
 
     title: ClassVar[str] = "KV cache"
     order: ClassVar[int] = 60
 
-    def render(self, report: Report) -> str | None:
-        found: KVCacheResult | None = report.evaluations.get("kv_cache")
-        if found is None:
-            return None
-        return f"{SIMULATED} {STATED if found.stated else UNSTATED}\n\n{table(HEAD, rows(found))}"
+    def render(self, result: RunResult) -> str | None:
+        cache: KVCacheResult | None = result.evaluations.get("kv_cache")
+        return None if cache is None else f"{_text(cache)}\n\n{table(HEAD, rows(cache))}"
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        found: KVCacheResult | None = report.evaluations.get("kv_cache")
-        if found is None:
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        cache: KVCacheResult | None = result.evaluations.get("kv_cache")
+        if cache is None:
             return []
-        before, after = found.bytes_per_token.before, found.bytes_per_token.after
-        names = (data_size(before), data_size(after))
-        size = before_and_after("Cache of one token", f"{before / after:.2f}× smaller", (before, after), names)
-        return [Bars([size]), Prose(f"{SIMULATED} {STATED if found.stated else UNSTATED}"), Table(HEAD, rows(found))]
+        sizes = cache.bytes_per_token.before, cache.bytes_per_token.after
+        names = data_size(sizes[0]), data_size(sizes[1])
+        bars = before_and_after("Cache of one token", f"{sizes[0] / sizes[1]:.2f}× smaller", sizes, names)
+        return [Bars([bars]), Prose(_text(cache)), TextTable(HEAD, rows(cache))]
 
 
-def rows(found: KVCacheResult) -> list[tuple[str, str, str, str]]:
-    """Rows of `HEAD`."""
+def _text(cache: KVCacheResult) -> str:
+    return f"{SIMULATED} {STATED if cache.stated else UNSTATED}"
+
+
+def rows(cache: KVCacheResult) -> list[tuple[str, str, str, str]]:
+    """List rows of `HEAD`."""
     return [
         (kind, str(row.attentions), f"{row.mean_error:.4f}", f"{row.largest_error:.4f}")
-        for kind, row in found.of.items()
+        for kind, row in cache.of.items()
     ]

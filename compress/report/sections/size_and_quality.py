@@ -7,54 +7,56 @@ from typing import ClassVar
 
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import SummaryRow
+from compress.evaluate.result import RunResult
 from compress.numerics.dtypes import DTYPES
-from compress.report.page.blocks import Bars, Block, Details, Table, before_and_after
+from compress.report.page.blocks import Bars, Details, PageBlock, TextTable, before_and_after
 from compress.report.page.numbers import data_size, number
-from compress.report.schema import Report
 from compress.report.sections.base import MB, Section, table
 
 HEAD = ("", "before", "after", "ratio")
 
 
-class SizeAndQuality(Section):
+class SizeAndQualitySection(Section):
     """A table with the rows of `rows`."""
 
     title: ClassVar[str] = "Size and quality"
     order: ClassVar[int] = 10
 
-    def render(self, report: Report) -> str:
-        return table(HEAD, rows(report))
+    def render(self, result: RunResult) -> str:
+        return table(HEAD, rows(result))
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        size, bits = report.size, dense_bits(report)
-        bytes_ = (size.dense_bytes, size.checkpoint_bytes)
-        smaller = f"{bytes_[0] / bytes_[1]:.2f}× smaller"
-        names = (data_size(bytes_[0]), data_size(bytes_[1]))
-        widths = (float(bits), size.bits_per_weight)
-        title = f"Bits per weight, {size.compressed_layers} layers"
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        size, dense_bits = result.size, bits_before(result)
+        sizes = size.dense_bytes, size.checkpoint_bytes
+        bits = float(dense_bits), size.bits_per_weight
         groups = [
-            before_and_after("Checkpoint", smaller, bytes_, names),
-            before_and_after(title, f"{bits / widths[1]:.2f}× smaller", widths, (f"{bits}", number(widths[1]))),
+            before_and_after(
+                "Checkpoint", f"{sizes[0] / sizes[1]:.2f}× smaller", sizes, (data_size(sizes[0]), data_size(sizes[1]))
+            ),
+            before_and_after(
+                f"Bits per weight, {size.compressed_layers} layers",
+                f"{bits[0] / bits[1]:.2f}× smaller",
+                bits,
+                (f"{dense_bits}", number(bits[1])),
+            ),
         ]
-        return [Bars(groups), Details("All figures in one table", [Table(HEAD, rows(report))])]
+        return [Bars(groups), Details("All figures in one table", [TextTable(HEAD, rows(result))])]
 
 
-def dense_bits(report: Report) -> int:
-    """Bits of a stored weight before compression."""
-    return 8 * DTYPES[report.reproduce.storage_dtype].itemsize
+def bits_before(result: RunResult) -> int:
+    """Return the bits of a stored weight before compression."""
+    return 8 * DTYPES[result.reproduce.storage_dtype].itemsize
 
 
-def rows(report: Report) -> list[SummaryRow]:
-    """Rows (quantity, before, after, ratio): bytes, bits per weight, and those of every evaluator."""
-    size = report.size
-    dense = size.dense_bytes
-    bits = dense_bits(report)
-    found = [
+def rows(result: RunResult) -> list[SummaryRow]:
+    """List rows (quantity, before, after, ratio): bytes, bits per weight, and those of every evaluator."""
+    size, bits = result.size, bits_before(result)
+    summary = [
         (
             "checkpoint, MB",
-            f"{dense / MB:.1f}",
+            f"{size.dense_bytes / MB:.1f}",
             f"{size.checkpoint_bytes / MB:.1f}",
-            f"{dense / size.checkpoint_bytes:.2f}x smaller",
+            f"{size.dense_bytes / size.checkpoint_bytes:.2f}x smaller",
         ),
         (
             f"bits per weight, {size.compressed_layers} layers",
@@ -63,7 +65,7 @@ def rows(report: Report) -> list[SummaryRow]:
             f"{bits / size.bits_per_weight:.2f}x smaller",
         ),
     ]
-    for key, result in report.evaluations.items():
-        if key in EVALUATORS and result is not None:
-            found += EVALUATORS[key]().summary(result)
-    return found
+    for key, value in result.evaluations.items():
+        if key in EVALUATORS and value is not None:
+            summary += EVALUATORS[key]().summary(value)
+    return summary

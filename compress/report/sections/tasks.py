@@ -5,48 +5,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from compress.evaluate.result import RunResult
 from compress.evaluate.tasks import TaskComparison, TasksResult
-from compress.report.page.blocks import Block, Items, Prose, Table, Tone
-from compress.report.page.charts import Interval, Intervals
+from compress.report.charts import Interval, IntervalChart
+from compress.report.page.blocks import Items, PageBlock, Prose, TextTable, Tone
 from compress.report.page.numbers import number, signed, with_error
-from compress.report.schema import Report
 from compress.report.sections.base import Section
 from compress.report.verdict import SIGNIFICANT
 
 HEAD = ("task", "before", "after")
 
 
-class Tasks(Section):
+class TasksSection(Section):
     """The paired differences, and a table of scores; report.md has them in the table of size and quality."""
 
     title: ClassVar[str] = "Tasks"
     order: ClassVar[int] = 14
 
-    def render(self, report: Report) -> str | None:
+    def render(self, result: RunResult) -> str | None:
         return None
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        found: TasksResult | None = report.evaluations.get("tasks")
-        if found is None:
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        tasks: TasksResult | None = result.evaluations.get("tasks")
+        if tasks is None:
             return []
-        shown = [interval(row) for row in found.scores if row.paired is not None]
-        facts = "with the chat template" if found.chat_template else "without a chat template"
+        intervals = [interval(row) for row in tasks.scores if row.paired is not None]
+        template = "with the chat template" if tasks.chat_template else "without a chat template"
         text = (
             "Difference on the same items, compressed minus base, with its 95% interval. Gained and lost: items that "
             "only the compressed or only the base model answers right; p: of the exact McNemar test. "
-            f"lm-eval {found.lm_eval}, {facts}."
+            f"lm-eval {tasks.lm_eval}, {template}."
         )
-        failed = [f"{name} failed: {why}" for name, why in found.failed.items()]
+        failed = [f"{name} failed: {reason}" for name, reason in tasks.failed.items()]
+        x_name = "difference of the metric"
         return [
             Prose(text),
-            *([Intervals(shown, "lower", "higher")] if shown else []),
-            *([Table(HEAD, [row_of(row) for row in found.scores])] if found.scores else []),
+            *([IntervalChart("", intervals, x_name, "lower", "higher")] if intervals else []),
+            *([TextTable(HEAD, [row_of(row) for row in tasks.scores])] if tasks.scores else []),
             *([Items(failed)] if failed else []),
         ]
 
 
 def interval(row: TaskComparison) -> Interval:
-    """The paired difference of a metric; its tone is that of a decided one."""
+    """Return the paired difference of a metric; its tone says whether it is significant."""
     paired = row.paired
     assert paired is not None
     counts = "" if paired.p is None else f"{paired.gained} gained, {paired.lost} lost, p = {number(paired.p, 2)}"
@@ -61,7 +62,7 @@ def interval(row: TaskComparison) -> Interval:
 
 
 def row_of(row: TaskComparison) -> tuple[str, ...]:
-    """A row of `HEAD`."""
+    """Return a row of `HEAD`."""
     items = f"{row.items} of {row.of}" if row.items < row.of else f"{row.items}"
     scores = with_error(row.base, row.base_stderr), with_error(row.compressed, row.compressed_stderr)
     return (f"{row.task} {row.metric}, {items} items", *scores)

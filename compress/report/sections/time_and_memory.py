@@ -7,28 +7,28 @@ from typing import Any, ClassVar
 
 from pydantic_core import to_jsonable_python
 
+from compress.evaluate.result import DiskReading, RunResult
 from compress.passes import PASSES
-from compress.report.page.blocks import Bar, BarGroup, Bars, Block, Items, Step, Steps
+from compress.report.page.blocks import Bar, BarGroup, Bars, Items, PageBlock, Pipeline, PipelineStep
 from compress.report.page.numbers import data_size, duration
-from compress.report.schema import Reading, Report
 from compress.report.sections.base import MB, Section, table
 
 HEAD = ("phase", "seconds", "peak memory, MB")
 OF_DEVICE = "peak memory of the accelerator, MB"
 
 
-class TimeAndMemory(Section):
+class TimeAndMemorySection(Section):
     """A table with the rows of `rows`; the memory of an accelerator is a column only where one was used."""
 
     title: ClassVar[str] = "Time and memory"
     order: ClassVar[int] = 20
 
-    def render(self, report: Report) -> str:
-        shown = table((*HEAD, OF_DEVICE) if on_device(report) else HEAD, rows(report))
-        return shown if report.reading is None else f"{shown}\n\n{reading(report.reading)}"
+    def render(self, result: RunResult) -> str:
+        shown = table((*HEAD, OF_DEVICE) if on_device(result) else HEAD, rows(result))
+        return shown if result.reading is None else f"{shown}\n\n{disk_time(result.reading)}"
 
-    def blocks(self, report: Report) -> Sequence[Block]:
-        costs = report.costs
+    def blocks(self, result: RunResult) -> Sequence[PageBlock]:
+        costs = result.costs
         longest = max((cost.seconds for cost in costs.values()), default=0) or 1.0
         largest = max((cost.peak_bytes for cost in costs.values()), default=0) or 1
         times = [Bar(name, cost.seconds / longest, duration(cost.seconds)) for name, cost in costs.items()]
@@ -38,21 +38,23 @@ class TimeAndMemory(Section):
             BarGroup("Time", f"{total} in all", times),
             BarGroup("Peak memory", f"{data_size(largest)} at most", memory),
         ]
-        if on_device(report):
-            most = max(cost.device_bytes for cost in costs.values())
-            bars = [Bar(name, c.device_bytes / most, data_size(c.device_bytes)) for name, c in costs.items()]
-            groups.append(BarGroup("Peak memory of the accelerator", f"{data_size(most)} at most", bars))
-        read = [] if report.reading is None else [Items([reading(report.reading)])]
-        return [Steps(list(pipeline(report.reproduce.recipe))), Bars(groups), *read]
+        if on_device(result):
+            maximum = max(cost.device_bytes for cost in costs.values())
+            bars = [Bar(name, c.device_bytes / maximum, data_size(c.device_bytes)) for name, c in costs.items()]
+            groups.append(BarGroup("Peak memory of the accelerator", f"{data_size(maximum)} at most", bars))
+        disk = [] if result.reading is None else [Items([disk_time(result.reading)])]
+        return [Pipeline(list(pipeline(result.reproduce.recipe))), Bars(groups), *disk]
 
 
-def pipeline(recipe: Mapping[str, Any]) -> Iterator[Step]:
-    """The model, the passes with the options that are no defaults, and the format."""
+def pipeline(recipe: Mapping[str, Any]) -> Iterator[PipelineStep]:
+    """Yield the passes with the options that are not defaults, and the format."""
     for entry in recipe.get("passes", ()):
         for key, options in entry.items():
-            yield Step(key, [f"{name} {_plain(value)}" for name, value in options.items() if _chosen(key, name, value)])
+            yield PipelineStep(
+                key, [f"{name} {_plain(value)}" for name, value in options.items() if _chosen(key, name, value)]
+            )
     if "save" in recipe:
-        yield Step("save", [recipe["save"]["format"]])
+        yield PipelineStep("save", [recipe["save"]["format"]])
 
 
 def _chosen(key: str, name: str, value: Any) -> bool:
@@ -70,19 +72,19 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def reading(found: Reading) -> str:
-    """The time lost to the disk in words."""
-    return f"reading: {found.seconds:.1f} s waiting for {found.size_bytes / MB:.0f} MB of weights"
+def disk_time(reading: DiskReading) -> str:
+    """Describe the time spent waiting for the disk."""
+    return f"reading: {reading.seconds:.1f} s waiting for {reading.size_bytes / MB:.0f} MB of weights"
 
 
-def on_device(report: Report) -> bool:
-    """Whether the run used an accelerator."""
-    return any(cost.device_bytes for cost in report.costs.values())
+def on_device(result: RunResult) -> bool:
+    """Return whether the run used an accelerator."""
+    return any(cost.device_bytes for cost in result.costs.values())
 
 
-def rows(report: Report) -> list[tuple[str, ...]]:
-    """Rows (phase, seconds, MB), and the MB of the accelerator where one was used."""
-    found = [(name, f"{cost.seconds:.1f}", f"{cost.peak_bytes / MB:.0f}") for name, cost in report.costs.items()]
-    if not on_device(report):
-        return found
-    return [(*row, f"{c.device_bytes / MB:.0f}") for row, c in zip(found, report.costs.values(), strict=True)]
+def rows(result: RunResult) -> list[tuple[str, ...]]:
+    """List rows (phase, seconds, MB), and the MB of the accelerator if one was used."""
+    table = [(name, f"{cost.seconds:.1f}", f"{cost.peak_bytes / MB:.0f}") for name, cost in result.costs.items()]
+    if not on_device(result):
+        return table
+    return [(*row, f"{c.device_bytes / MB:.0f}") for row, c in zip(table, result.costs.values(), strict=True)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.report.page.numbers import data_size, duration, number, span, tick_name, ticks, with_error
+from compress.report.page.numbers import data_size, duration, number, tick_name, with_error
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,5 @@ def test_units():
     assert duration(119.7) == "2 min 0 s" and duration(7199) == "2 h 0 min" and duration(59.97) == "1 min 0 s"
 
 
-def test_ticks_are_round_and_inside():
-    assert ticks(0, 0.53, 3) == [0, 0.5] and ticks(-3, 9, 4) == [-2.5, 0, 2.5, 5, 7.5] and ticks(2, 2) == [2]
-    assert all(3 <= len(ticks(-0.03, 0.01 * i)) <= 9 for i in range(1, 2000, 7))
-    assert [tick_name(x) for x in ticks(0.03, 0.16)] == ["0.05", "0.1", "0.15"]
-
-
-def test_the_span_of_an_axis():
-    assert span([1, 2]) == pytest.approx((0.92, 2.08)) and span([1, 2], zero=True) == (0, pytest.approx(2.08))
-    low, high = span([float("nan")])
-    assert low < 0 < high
-    assert span([3.0, 3.0])[0] < 3 < span([3.0, 3.0])[1]
+def test_names_of_ticks():
+    assert [tick_name(x) for x in (0.05, 0.1, -2.5, 1e-7)] == ["0.05", "0.1", "−2.5", "1e−07"]

@@ -1,4 +1,4 @@
-"""Build a Report from the values that a run hands over."""
+"""Collect the result of a run: sizes, digests, versions, records of passes, and measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
 from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import TextUse
+from compress.evaluate.result import Predicted, Reproduction, RunResult, Sizes, Verification
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
 from compress.recipe.schema import Recipe
 from compress.recipe.sensitivities import FILE as SENSITIVITY
-from compress.report.schema import Predicted, Report, Reproduction, Sizes, Verification
 from compress.version import __version__
 
 PACKAGES = (
@@ -36,24 +36,55 @@ DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "reci
 """Files of an output folder that are not part of the checkpoint."""
 
 
-def build_report(
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Facts about a checkpoint.
+
+    Attributes:
+        size: Its sizes.
+        predicted: The prediction of the plan.
+        verified: Its comparison with the computed model.
+        masked: Full names of linears with pruned weights.
+    """
+
+    size: Sizes
+    predicted: Predicted
+    verified: Verification
+    masked: Sequence[str]
+
+
+@dataclass(frozen=True)
+class PassRecords:
+    """Records of the passes of a run.
+
+    Attributes:
+        layers: The fields of `LayerRow`, in the order of the model.
+        training: The fields of `TrainingRecord` by the label of the pass.
+    """
+
+    layers: Sequence[Mapping[str, Any]]
+    training: Mapping[str, Any]
+
+
+def run_result(
     opened: OpenModel,
     run: Run,
     folder: Path,
-    *,
-    size: Sizes,
-    predicted: Predicted,
-    verified: Verification,
-    layers: Sequence[Mapping[str, Any]],
-    masked: Sequence[str],
-    training: Mapping[str, Any],
+    checkpoint: CheckpointFacts,
+    passes: PassRecords,
     evaluations: Mapping[str, Any],
     reproduce: Reproduction,
-) -> Report:
-    """The report on the checkpoint in `folder`.
+) -> RunResult:
+    """Collect the result of a run.
 
-    layers: the fields of `LayerRow`, in the order of the model. masked: names of pruned linears. training: the fields
-    of `Training` by the label of the pass. evaluations: the results of all evaluators by key.
+    Args:
+        opened: The base model.
+        run: The run, with its journal and its costs.
+        folder: The folder of the checkpoint.
+        checkpoint: Facts about the checkpoint.
+        passes: Records of the passes.
+        evaluations: The results of all evaluators by key.
+        reproduce: Everything that determines the bytes.
     """
     files = checkpoint_files(folder)
     values = {
@@ -64,14 +95,14 @@ def build_report(
             "fingerprint": opened.fingerprint,
             "commit": opened.commit,
         },
-        "size": size,
-        "layers": layers,
-        "masked": list(masked),
+        "size": checkpoint.size,
+        "layers": passes.layers,
+        "masked": list(checkpoint.masked),
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},
-        "training": training,
+        "training": passes.training,
         "reading": asdict(opened.weights.reading),
-        "predicted": predicted,
-        "verified": verified,
+        "predicted": checkpoint.predicted,
+        "verified": checkpoint.verified,
         "journal": {
             "counts": run.journal.counts(),
             "entries": [asdict(entry) for entry in run.journal.entries],
@@ -80,7 +111,7 @@ def build_report(
         "files": files,
         "checkpoint_sha256": hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode()).hexdigest(),
     }
-    return Report.from_json(values | dict(evaluations))
+    return RunResult.from_json(values | dict(evaluations))
 
 
 def reproduction(
@@ -92,7 +123,17 @@ def reproduction(
     calibration_sha256: str,
     texts: Sequence[TextUse] = (),
 ) -> Reproduction:
-    """All that the bytes of a run depend on. fingerprint, code: as in its manifest. texts: what was read."""
+    """Collect everything that determines the bytes of a checkpoint.
+
+    Args:
+        recipe: The resolved recipe.
+        opened: The base model.
+        run: The run.
+        fingerprint: Digest of the run, of its manifest.
+        code: Digests of the sources of passes, of its manifest.
+        calibration_sha256: Digest of the calibration data.
+        texts: Texts of calibration and evaluation.
+    """
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),
         fingerprint=fingerprint,
@@ -110,7 +151,14 @@ def reproduction(
 
 
 def sizes(folder: Path, dense_bytes: int, tensor_bytes: int, compressed: Sequence[tuple[int, int]]) -> Sizes:
-    """The sizes of the checkpoint in `folder`; compressed: (weights, bytes) of every layer that passes worked on."""
+    """Compute the sizes of a checkpoint.
+
+    Args:
+        folder: Its folder.
+        dense_bytes: Bytes of the uncompressed model.
+        tensor_bytes: Bytes of its tensors.
+        compressed: (weights, bytes) of every layer that passes worked on.
+    """
     weights = sum(count for count, _ in compressed)
     packed = sum(size_bytes for _, size_bytes in compressed)
     return Sizes(
@@ -125,7 +173,7 @@ def sizes(folder: Path, dense_bytes: int, tensor_bytes: int, compressed: Sequenc
 
 
 def checkpoint_files(folder: Path) -> dict[str, str]:
-    """The sha256 of every file of the checkpoint, by file name; `DESCRIPTIONS` are not part of it."""
+    """Return the sha256 of every file of the checkpoint by file name, without `DESCRIPTIONS`."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in DESCRIPTIONS)
     return {name: file_sha256(folder / name) for name in names}
 

@@ -1,0 +1,360 @@
+"""The tree of measurements: of one model (`Measurements`), of a run (`RunResult`) and of several models (`Comparison`).
+
+A `Measurements` holds one key for each evaluator, whose value has the `result_type` of that evaluator. A `RunResult` is
+the content of report.json; it adds facts about the run and its checkpoint. A `Comparison` is the content of the JSON of
+`compress eval`. Reports and figures render these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
+from typing_extensions import Self
+
+import compress.evaluate as evaluators  # discovers its evaluators by importing this folder, so they are read later
+from compress.data.ids import TextUse
+from compress.evaluate.agreement import TextAgreement
+from compress.evaluate.base import Record
+from compress.evaluate.perplexity import TextQuality
+from compress.evaluate.tasks import TaskScore
+from compress.numerics.histogram import LayerHistograms
+from compress.recipe.evaluation import Evaluate
+from compress.recipe.sensitivities import Sensitivities
+
+
+class Measurements(BaseModel):
+    """The results of evaluators on one model, by their keys.
+
+    A value is None where the measurement does not apply. Values of unknown evaluators stay plain JSON.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @model_validator(mode="after")
+    def _typed(self) -> Self:
+        for key, value in self.evaluations.items():
+            if key in evaluators.EVALUATORS and value is not None:
+                adapter = TypeAdapter(evaluators.EVALUATORS[key].result_type)
+                self.evaluations[key] = adapter.validate_python(value)
+        return self
+
+    @property
+    def evaluations(self) -> dict[str, Any]:
+        """The result of each evaluator by its key."""
+        assert self.__pydantic_extra__ is not None
+        return self.__pydantic_extra__
+
+    @property
+    def texts(self) -> list[TextQuality]:
+        """The loss on each text; empty for a model without a language-model head."""
+        return self.evaluations.get("perplexity") or []
+
+    @property
+    def agreements(self) -> list[TextAgreement]:
+        """The agreement with the base model on each text, of a model without a language-model head."""
+        return self.evaluations.get("agreement") or []
+
+
+class ModelIdentity(Record):
+    """The base model of a run.
+
+    Attributes:
+        source: Hub id, folder or file.
+        class_name: Its class in transformers; in JSON `class`.
+        fingerprint: Digest of its files.
+        commit: Its commit if it comes from the hub.
+    """
+
+    source: str
+    class_name: str = Field(alias="class")
+    fingerprint: str
+    commit: str | None = None
+
+
+class Sizes(Record):
+    """Sizes of a checkpoint.
+
+    Attributes:
+        dense_bytes: Bytes of the uncompressed model.
+        tensor_bytes: Bytes of the checkpoint's tensors.
+        checkpoint_bytes: Bytes of its weight files.
+        compressed_layers: Number of layers that passes worked on.
+        compressed_weights: Number of weights of these layers.
+        compressed_bytes: Bytes of these layers in the checkpoint.
+        bits_per_weight: Of these layers.
+    """
+
+    dense_bytes: int
+    tensor_bytes: int
+    checkpoint_bytes: int
+    compressed_layers: int
+    compressed_weights: int
+    compressed_bytes: int
+    bits_per_weight: float
+
+
+class LayerRow(Record):
+    """The result of one pass on one layer.
+
+    Attributes:
+        layer: Its name.
+        by: Label of the pass.
+        error: ||(W' - W) X|| / ||W X|| on sampled inputs; None if no token reached the layer.
+        sparsity: Fraction of zeros after the pass.
+        asked: Of a pruning pass, the requested sparsity of the layer.
+        due: Of a pruning pass, the sparsity in whole units of the pattern.
+        histograms: Weights and inputs before and after the pass, for the layers of each block with the largest errors.
+    """
+
+    layer: str
+    by: str
+    error: float | None
+    sparsity: float
+    asked: float | None = None
+    due: float | None = None
+    histograms: LayerHistograms | None = None
+
+
+class PhaseCost(Record):
+    """Cost of a phase of a run.
+
+    Attributes:
+        seconds: Wall time.
+        peak_bytes: Peak memory of the host.
+        device_bytes: Peak memory of the accelerator; 0 if none was used.
+    """
+
+    seconds: float
+    peak_bytes: int
+    device_bytes: int = 0
+
+
+class DiskReading(Record):
+    """Reading of the uncompressed model's weights.
+
+    Attributes:
+        seconds: Time in which the run waited for the disk.
+        size_bytes: Bytes read.
+    """
+
+    seconds: float
+    size_bytes: int
+
+
+class HeldOut(Record):
+    """The best loss on held-out sequences, and its training step."""
+
+    step: int
+    held_out: float
+
+
+class TrainingRecord(Record):
+    """A pass that trained.
+
+    Attributes:
+        first_loss: Mean loss of the first quarter of the steps.
+        last_loss: Mean loss of the last quarter of the steps.
+        steps: Number of steps done.
+        of: Number of steps of the recipe.
+        trained: Number of trained parameters by kind.
+        seconds: Wall time.
+        held_out: Indices of held-out sequences.
+        best: The best loss on these sequences.
+        curve: Values of each step by name.
+    """
+
+    first_loss: float
+    last_loss: float
+    steps: int
+    of: int
+    trained: dict[str, int]
+    seconds: float
+    held_out: list[int]
+    best: HeldOut | None
+    curve: list[dict[str, int | float]]
+
+
+class Predicted(Record):
+    """The prediction of the plan: bytes of all tensors, and peak memory."""
+
+    tensor_bytes: int
+    memory_bytes: int
+
+
+class Verification(Record):
+    """The comparison of the stored checkpoint with the computed model.
+
+    Attributes:
+        layers: Number of compressed layers that were read back bit for bit.
+        own: Largest absolute difference of the logits of `compress.load`.
+        transformers: Largest absolute difference of the logits of transformers; None if it did not read the checkpoint.
+        skipped: Why transformers did not read it.
+    """
+
+    layers: int
+    own: float
+    transformers: float | None
+    skipped: str | None
+
+
+class JournalEntry(Record):
+    """One entry of the run's journal."""
+
+    kind: str
+    where: str
+    message: str
+    figures: dict[str, Any]
+
+
+class JournalRecord(Record):
+    """The journal of a run: its entries, and their number by kind."""
+
+    counts: dict[str, int]
+    entries: list[JournalEntry]
+
+
+class Reproduction(Record):
+    """Everything that determines the bytes of a checkpoint.
+
+    Attributes:
+        recipe: The resolved recipe.
+        fingerprint: Digest of the run.
+        code: sha256 of the source of each pass by its key, and of this package; 'unknown' without a source.
+        calibration_sha256: Digest of the calibration data.
+        texts: Texts of calibration and evaluation.
+        compute_dtype: Dtype of computation.
+        storage_dtype: Dtype of stored tensors.
+        device: Device of computation.
+        threads: Number of threads of torch.
+        python: Version of Python.
+        platform: Operating system and processor.
+        packages: Version of each package; None if it is not installed.
+    """
+
+    recipe: dict[str, Any]
+    fingerprint: str
+    code: dict[str, str] = Field(default_factory=dict)
+    calibration_sha256: str
+    texts: list[TextUse] = []
+    compute_dtype: str
+    storage_dtype: str
+    device: str
+    threads: int
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+
+
+class RunResult(Measurements):
+    """The result of a run: the content of report.json.
+
+    Attributes:
+        compress: Version of this package.
+        model: The base model.
+        size: Sizes of the checkpoint.
+        layers: A row for each pass and layer.
+        costs: Cost of each phase.
+        training: Passes that trained, by label.
+        predicted: The prediction of the plan.
+        verified: The comparison of the checkpoint with the computed model.
+        journal: The journal of the run.
+        reproduce: Everything that determines the bytes.
+        files: sha256 of each file of the checkpoint.
+        checkpoint_sha256: One digest of all files.
+        masked: Full names of linears with pruned weights.
+        sensitivity: Sensitivities of the base model, if the folder has a file of `compress sensitivity`.
+        reading: Reading of weights from the disk.
+    """
+
+    compress: str
+    model: ModelIdentity
+    size: Sizes
+    layers: list[LayerRow]
+    costs: dict[str, PhaseCost]
+    training: dict[str, TrainingRecord]
+    predicted: Predicted
+    verified: Verification
+    journal: JournalRecord
+    reproduce: Reproduction
+    files: dict[str, str]
+    checkpoint_sha256: str
+    masked: list[str] = []
+    sensitivity: Sensitivities | None = None
+    reading: DiskReading | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RunResult:
+        """Validate the parsed JSON of a report.json.
+
+        Raises:
+            ValidationError: of pydantic, if a field is missing or unknown.
+        """
+        return cls.model_validate(values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plain values of report.json."""
+        return self.model_dump(by_alias=True)
+
+
+class ModelResult(Measurements):
+    """The measurements of one model of several. The base model has no comparisons.
+
+    Attributes:
+        source: Folder, hub id or file.
+        digest: Of its files and the dtype.
+        size_bytes: Bytes of its weight files.
+        failed: The reason for each task that failed.
+        items: The metrics of each task with the value of every item.
+    """
+
+    source: str
+    digest: str
+    size_bytes: int
+    failed: dict[str, str] = {}
+    items: dict[str, TaskScore] = {}
+
+
+class Comparison(BaseModel):
+    """The results of several models with the same settings: the content of the JSON of `compress eval`.
+
+    Attributes:
+        compress: Version of this package.
+        base: Source of the model that the others are compared with; None for one model alone.
+        settings: What was measured.
+        models: The models in the order of their measurement.
+        notes: Notes of the journal.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compress: str
+    base: str | None
+    settings: Evaluate
+    models: list[ModelResult]
+    notes: list[str]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The ends of the paths of all models by source, as short as they differ."""
+        parts = {model.source: Path(model.source).parts for model in self.models}
+        most_parts = max((len(names) for names in parts.values()), default=1)
+        for count in range(1, most_parts + 1):
+            labels = {source: "/".join(names[-count:]) for source, names in parts.items()}
+            if len(set(labels.values())) == len(labels):
+                return labels
+        return {source: source for source in parts}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The reason for each task that failed, by model and task."""
+        return {f"{model.source} {name}": reason for model in self.models for name, reason in model.failed.items()}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of report.json (draft 2020-12), with the result of every evaluator."""
+    fields: dict[str, Any] = {key: (kind.result_type | None, None) for key, kind in evaluators.EVALUATORS.items()}
+    schema = create_model("Report", __base__=RunResult, **fields).model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

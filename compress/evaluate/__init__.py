@@ -36,7 +36,7 @@ def measure_all(
     return {
         key: measure_one(evaluator(), model, context) if compare or not evaluator.needs_base else None
         for key, evaluator in ordered
-        if evaluator.needs_base or context.which == "compressed"
+        if evaluator.needs_base or context.role == "compressed"
     }
 
 

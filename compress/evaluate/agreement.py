@@ -36,16 +36,22 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class Measure(Record):
-    """One measure of agreement, and its standard error with windows as the units of sampling."""
+    """A measure of agreement, and its standard error with windows as the units of sampling."""
 
     value: float
     stderr: float | None = None
 
 
 class TextAgreement(Record):
-    """The agreement of two models on one text of [windows, length] token ids. sha256: of the ids.
+    """The agreement of two models on one text of [windows, length] token ids.
 
-    compared: what is compared. measures: by the keys of `MEASURE_WORDS`, the most important first.
+    Attributes:
+        text: Its name.
+        windows: Number of windows.
+        length: Tokens of a window.
+        sha256: Of the token ids.
+        compared: What is compared.
+        measures: By the keys of `MEASURE_WORDS`, the most important first.
     """
 
     text: str
@@ -58,16 +64,20 @@ class TextAgreement(Record):
     @property
     def main(self) -> tuple[MeasureWords, Measure]:
         """The most important measure and its words."""
-        name, found = next(iter(self.measures.items()))
-        return MEASURE_WORDS[name], found
+        name, measure = next(iter(self.measures.items()))
+        return MEASURE_WORDS[name], measure
 
 
 @dataclass(frozen=True)
 class MeasureWords:
-    """A measure in words.
+    """Texts for a measure.
 
-    name: in tables. sentence: with {} for the value. lost: the name of the distance from two equal models. exact: the
-    value of two equal models. share: shown in percent.
+    Attributes:
+        name: Its name in tables.
+        sentence: A sentence with {} for the value.
+        lost: Name of the distance from two equal models.
+        exact: Value of two equal models.
+        share: Whether it is shown in percent.
     """
 
     name: str
@@ -81,14 +91,14 @@ class MeasureWords:
         """The value of two equal models as text."""
         return f"{self.exact:.0%}" if self.share else f"{self.exact:g}"
 
-    def value_text(self, found: Measure) -> str:
-        """The value with its standard error, which has two significant digits where it is small."""
-        form = ".1%" if self.share else f".{decimals(found.stderr)}f"
-        return f"{found.value:{form}}" + ("" if found.stderr is None else f" ± {found.stderr:{form}}")
+    def value_text(self, measure: Measure) -> str:
+        """Format the value with its standard error, which has two significant digits if it is small."""
+        form = ".1%" if self.share else f".{decimals(measure.stderr)}f"
+        return f"{measure.value:{form}}" + ("" if measure.stderr is None else f" ± {measure.stderr:{form}}")
 
 
 def decimals(stderr: float | None) -> int:
-    """The decimals in which a standard error has two significant digits, from 4 to 7."""
+    """Return the number of decimals with which a standard error has two significant digits, from 4 to 7."""
     return 4 if not stderr else min(max(1 - math.floor(math.log10(stderr)), 4), 7)
 
 
@@ -125,47 +135,53 @@ class Agreement(Evaluator):
     result_type: ClassVar[Any] = list[TextAgreement]
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """By text: its facts and the answer to each window. Raises NumericError for NaN."""
-        kind, found = kind_of(model), {}
+        """Compute, for each text, the answer to each window.
+
+        Raises:
+            NumericError: for an output that is NaN or infinite.
+        """
+        kind, texts = kind_of(model), {}
         if kind is None or kind not in HEADLESS:
             return None
         compared = kind.compared_in(model.config)
         for name, ids in context.texts.items():
             facts = {"windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
             results = context.store.results(f"answers {digest_of(facts, compared, context.pooling)[:16]}")
-            tell = context.progress(f"answers of {context.model} to {name}")
+            report_progress = context.progress(f"answers of {context.model} to {name}")
 
-            def compute(missing: list[int], ids: Tensor = ids, results: Any = results, tell: Any = tell) -> None:
-                for done, index in enumerate(missing, start=1):
+            def compute(
+                missing: list[int], ids: Tensor = ids, results: Any = results, report_progress: Any = report_progress
+            ) -> None:
+                for count, index in enumerate(missing, start=1):
                     results.put([(key(index), answer(model, ids[index], index, compared, context.pooling))])
-                    tell(done, len(missing))
+                    report_progress(count, len(missing))
 
-            found[name] = {**facts, "compared": compared, "answers": results.fill(range(len(ids)), key, compute)}
-        return found
+            texts[name] = {**facts, "compared": compared, "answers": results.fill(range(len(ids)), key, compute)}
+        return texts
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> list[dict[str, Any]] | None:
-        """One `TextAgreement` per text, as JSON."""
+        """Return one `TextAgreement` per text, as JSON."""
         if compressed is None or base is None:
             return None
         return [
             {"text": name}
-            | {key: value for key, value in found.items() if key != "answers"}
-            | {"measures": measures(found["compared"], base[name]["answers"], found["answers"])}
-            for name, found in compressed.items()
+            | {key: value for key, value in measured.items() if key != "answers"}
+            | {"measures": measures(measured["compared"], base[name]["answers"], measured["answers"])}
+            for name, measured in compressed.items()
         ]
 
     def summary(self, result: Sequence[TextAgreement]) -> list[SummaryRow]:
         rows = []
         for text in result:
             shape = f"{text.text} ({text.windows} x {text.length} tokens)"
-            for name, found in text.measures.items():
+            for name, measure in text.measures.items():
                 words = MEASURE_WORDS[name]
-                rows.append((f"{words.name}, {shape}", words.perfect, words.value_text(found), ""))
+                rows.append((f"{words.name}, {shape}", words.perfect, words.value_text(measure), ""))
         return rows
 
 
 def key(index: int) -> str:
-    """The key of the answer to a window."""
+    """Return the key of the answer to a window."""
     return f"window {index}"
 
 
@@ -173,52 +189,61 @@ def key(index: int) -> str:
 def answer(
     model: nn.Module, ids: Int[Tensor, " length"], index: int, compared: Compared, pooling: Pooling = "mean"
 ) -> Answer:
-    """What is compared of the answer to one window: an embedding, logits, or scores. Raises NumericError for NaN."""
-    found = answer_of(model(input_ids=ids[None].to(next(model.parameters()).device), **without_cache(model)))
-    assert found is not None  # a model is checked before it is used
-    if not bool(found.isfinite().all()):
+    """Compute what is compared of the answer to one window: an embedding, logits, or scores.
+
+    Raises:
+        NumericError: for an output that is NaN or infinite.
+    """
+    output = answer_of(model(input_ids=ids[None].to(next(model.parameters()).device), **without_cache(model)))
+    assert output is not None  # a model is checked before it is used
+    if not bool(output.isfinite().all()):
         raise NumericError(
             f"the model's output is NaN or infinite on window {index} of the evaluation text; evaluate it with --dtype "
             "float32, or write its checkpoint again"
         )
-    logits = DISTRIBUTIONS[compared](found.float())
+    logits = DISTRIBUTIONS[compared](output.float())
     if logits is not None:
         return logits[0].tolist()
-    return (pooled(found[0].float(), pooling) if compared == "embeddings" else found[0].float().flatten()).tolist()
+    return (pooled(output[0].float(), pooling) if compared == "embeddings" else output[0].float().flatten()).tolist()
 
 
 def pooled(states: Float[Tensor, "length width"], pooling: Pooling) -> Float[Tensor, " width"]:
-    """The embedding of a text from the last hidden states of its tokens."""
+    """Compute the embedding of a text from the last hidden states of its tokens."""
     return {"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling]
 
 
 def measures(compared: Compared, base: Sequence[Answer], compressed: Sequence[Answer]) -> dict[str, dict[str, Any]]:
-    """The measures by key, as JSON; base, compressed: the answers to the same windows."""
-    pairs = [(torch.tensor(one), torch.tensor(other)) for one, other in zip(base, compressed, strict=True)]
-    found = {name: estimate for name, estimate in MEASURED[compared](pairs).items() if estimate is not None}
-    return {name: Measure(value=each.value, stderr=each.stderr).model_dump() for name, each in found.items()}
+    """Compute the measures by key, as JSON, from the answers of both models to the same windows."""
+    pairs = [
+        (torch.tensor(base_answer), torch.tensor(compressed_answer))
+        for base_answer, compressed_answer in zip(base, compressed, strict=True)
+    ]
+    estimates = {name: estimate for name, estimate in MEASURED[compared](pairs).items() if estimate is not None}
+    return {
+        name: Measure(value=estimate.value, stderr=estimate.stderr).model_dump() for name, estimate in estimates.items()
+    }
 
 
 def of_embeddings(pairs: Pairs) -> dict[str, Estimate | None]:
-    """The mean cosine, and Spearman's correlation of the cosines of all pairs of windows in the two models."""
-    cosines = [float(torch.cosine_similarity(one, other, dim=0, eps=1e-30)) for one, other in pairs]
+    """Compute the mean cosine, and Spearman's correlation of the cosines of all pairs of windows in the two models."""
+    cosines = [float(torch.cosine_similarity(a, b, dim=0, eps=1e-30)) for a, b in pairs]
     return {"cosine": mean(cosines), "rank": _ranked(similarities, pairs)}
 
 
 def similarities(vectors: Float[Tensor, "windows width"]) -> Float[Tensor, " pairs"]:
-    """The cosines of all pairs of embeddings."""
+    """Compute the cosines of all pairs of embeddings."""
     unit = nn.functional.normalize(vectors, dim=-1)
     rows, columns = torch.triu_indices(len(unit), len(unit), offset=1)
     return (unit @ unit.T)[rows, columns]
 
 
 def _ranked(values: Callable[[Tensor], Tensor], pairs: Pairs) -> Estimate | None:
-    """Spearman's correlation of what `values` gives for all windows of each model; None where it is not defined."""
+    """Spearman's correlation of what `values` returns for all windows of each model; None if it is not defined."""
 
-    def correlation(some: Pairs) -> float:
-        both = [values(torch.stack(side)).tolist() for side in zip(*some, strict=True)]
-        found = spearman(both[0], both[1])
-        return float("nan") if found is None else found
+    def correlation(subset: Pairs) -> float:
+        values_of_models = [values(torch.stack(side)).tolist() for side in zip(*subset, strict=True)]
+        coefficient = spearman(values_of_models[0], values_of_models[1])
+        return float("nan") if coefficient is None else coefficient
 
     value = correlation(pairs)
     if value != value:
@@ -231,54 +256,60 @@ FEWEST = 4  # windows, of which the jackknife leaves at least 3 pairs
 
 
 def of_classes(pairs: Pairs) -> dict[str, Estimate | None]:
-    """The share of places with the same most likely class, and the mean KL divergence; logits: [places, classes]."""
-    equal = [float((one.argmax(-1) == other.argmax(-1)).sum()) for one, other in pairs]
-    counts = [float(len(one)) for one, _ in pairs]
+    """Compute the fraction of places with the same most likely class, and the mean KL divergence.
+
+    Logits are [places, classes].
+    """
+    equal = [float((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs]
+    counts = [float(len(a)) for a, _ in pairs]
     return {"same": ratio(equal, counts), "kl": ratio([_divergence(*pair) for pair in pairs], counts)}
 
 
-def _divergence(base: Float[Tensor, "places cells"], other: Float[Tensor, "places cells"]) -> float:
+def _divergence(base: Float[Tensor, "places cells"], compressed: Float[Tensor, "places cells"]) -> float:
     """The sum of the KL divergences of all places, in nats."""
-    log_p, log_q = base.double().log_softmax(-1), other.double().log_softmax(-1)
+    log_p, log_q = base.double().log_softmax(-1), compressed.double().log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum())
 
 
 def of_spans(pairs: Pairs) -> dict[str, Estimate | None]:
-    """The share of equal spans, their overlap, and the mean KL divergence of the two ends; logits: [2, length]."""
-    spans = [(best_span(one), best_span(other)) for one, other in pairs]
+    """Compute the fraction of equal spans, their overlap, and the mean KL divergence of start and end.
+
+    Logits are [2, length].
+    """
+    spans = [(best_span(a), best_span(b)) for a, b in pairs]
     ends = [_divergence(*pair) for pair in pairs]
     return {
-        "same_span": mean([float(one == other) for one, other in spans]),
-        "overlap": mean([overlap(one, other) for one, other in spans]),
+        "same_span": mean([float(a == b) for a, b in spans]),
+        "overlap": mean([overlap(a, b) for a, b in spans]),
         "kl": ratio(ends, [2.0] * len(ends)),
     }
 
 
 def best_span(logits: Float[Tensor, "2 length"]) -> tuple[int, int]:
-    """The first and the last token of the most likely span of at most `LONGEST_SPAN` tokens."""
+    """Find the first and the last token of the most likely span of at most `LONGEST_SPAN` tokens."""
     start, end = logits
     spans = torch.ones(len(start), len(end), dtype=torch.bool).triu().tril(LONGEST_SPAN - 1)
     sums = (start[:, None] + end[None]).masked_fill(~spans, -torch.inf)
     return divmod(int(sums.argmax()), len(end))
 
 
-def overlap(one: tuple[int, int], other: tuple[int, int]) -> float:
-    """F1 of two spans: twice the tokens that they share over the sum of their lengths."""
-    shared = max(0, min(one[1], other[1]) - max(one[0], other[0]) + 1)
-    return 2 * shared / (one[1] - one[0] + other[1] - other[0] + 2)
+def overlap(a: tuple[int, int], b: tuple[int, int]) -> float:
+    """Compute F1 of two spans: twice the number of shared tokens over the sum of their lengths."""
+    shared = max(0, min(a[1], b[1]) - max(a[0], b[0]) + 1)
+    return 2 * shared / (a[1] - a[0] + b[1] - b[0] + 2)
 
 
 def of_scores(pairs: Pairs) -> dict[str, Estimate | None]:
-    """Spearman's correlation of the scores, and their root mean square difference over the base's spread."""
+    """Compute Spearman's correlation of the scores, and their root mean square difference over the base's spread."""
 
-    def error(some: Pairs) -> float:
-        base, other = (torch.cat(list(side)).double() for side in zip(*some, strict=True))
+    def error(subset: Pairs) -> float:
+        base, compressed = (torch.cat(list(side)).double() for side in zip(*subset, strict=True))
         spread = base.var(unbiased=False)
-        return float(((other - base).square().mean() / spread).sqrt()) if float(spread) else float("nan")
+        return float(((compressed - base).square().mean() / spread).sqrt()) if float(spread) else float("nan")
 
     value = error(pairs)
-    known = value == value and len(pairs) > FEWEST
-    relative = Estimate(value, jackknife(error, pairs) if known else None) if value == value else None
+    has_error = value == value and len(pairs) > FEWEST
+    relative = Estimate(value, jackknife(error, pairs) if has_error else None) if value == value else None
     return {"score_rank": _ranked(torch.flatten, pairs), "score_error": relative}
 
 
@@ -289,4 +320,4 @@ MEASURED: Mapping[Compared, Callable[[Pairs], dict[str, Estimate | None]]] = {
     "spans": of_spans,
     "score": of_scores,
 }
-"""The measures of what is compared."""
+"""The function that computes the measures of what is compared."""

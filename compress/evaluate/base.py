@@ -32,7 +32,7 @@ class EvaluationContext:
 
     Attributes:
         run: Its device, storage dtype, format and journal.
-        which: Whether the base or the compressed model is measured.
+        role: Whether the base or the compressed model is measured.
         texts: The evaluation texts.
         tokenizer: None if the model comes without one.
         probe: A few token ids of the calibration data; None outside of a run.
@@ -42,12 +42,12 @@ class EvaluationContext:
         store: Where results are stored.
         base: Source of the base model; None outside of a run.
         pooling: How embeddings are computed from hidden states.
-        title: The model's name in messages of progress; empty: by `which`.
+        title: The model's name in messages of progress; empty: by `role`.
         copies_bytes: Limit of memory for the copies that kernels make of packed weights (`inference.copies_within`).
     """
 
     run: Run
-    which: Literal["base", "compressed"] = "compressed"
+    role: Literal["base", "compressed"] = "compressed"
     texts: Texts = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None
     probe: Int[Tensor, "1 length"] | None = None
@@ -63,11 +63,11 @@ class EvaluationContext:
     @property
     def model(self) -> str:
         """The measured model in messages of progress."""
-        return self.title or f"the {self.which} model"
+        return self.title or f"the {self.role} model"
 
     def of_base(self) -> EvaluationContext:
         """Return the context of the base model."""
-        return replace(self, which="base", store=replace(self.store, model=self.store.base))
+        return replace(self, role="base", store=replace(self.store, model=self.store.base))
 
     def progress(self, message: str) -> Callable[[int, int], None]:
         """Return a function that reports progress as (number of finished items, number of items)."""

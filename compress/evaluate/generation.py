@@ -1,4 +1,4 @@
-"""Generation: greedy answers to fixed prompts before and after, because perplexity does not see a model that loops."""
+"""Generation: greedy answers to fixed prompts before and after; perplexity does not show that a model loops."""
 
 from __future__ import annotations
 
@@ -34,8 +34,16 @@ PROMPTS = (
 )
 
 
-class Answer(Record):
-    """A greedy answer. ended: whether it ended by itself. repetition: the share of its 4-grams that came before."""
+class GeneratedAnswer(Record):
+    """A greedy answer.
+
+    Attributes:
+        prompt: The prompt.
+        text: The answer.
+        tokens: Number of its tokens.
+        ended: Whether it ended by itself.
+        repetition: Fraction of its 4-grams that occurred before.
+    """
 
     prompt: str
     text: str
@@ -47,8 +55,16 @@ class Answer(Record):
 class GenerationResult(Record):
     """Answers of both models to the same prompts.
 
-    agreement: the mean number of tokens before the answers differ, of at most `longest`. same: the share of prompts
-    with equal answers. The pairs are (base, compressed): the share of answers that ended, and the mean repetition.
+    Attributes:
+        prompts: Number of prompts.
+        longest: Maximum number of tokens of an answer.
+        agreement: Mean number of tokens before the answers differ.
+        agreement_stderr: Its standard error.
+        same: Fraction of prompts with equal answers.
+        ended: Fraction of answers that ended, of the base and of the compressed model.
+        repetition: Mean repetition, of the base and of the compressed model.
+        base: Answers of the base model.
+        compressed: Answers of the compressed model.
     """
 
     prompts: int
@@ -58,27 +74,31 @@ class GenerationResult(Record):
     same: float
     ended: tuple[float, float]
     repetition: tuple[float, float]
-    base: list[Answer]
-    compressed: list[Answer]
+    base: list[GeneratedAnswer]
+    compressed: list[GeneratedAnswer]
 
 
 class Generation(Evaluator):
-    """Greedy answers to `PROMPTS`; None where it is not asked for, or the model generates no text."""
+    """Greedy answers to `PROMPTS`; None if the settings do not request it, or the model generates no text."""
 
     needs_base: ClassVar[bool] = True
     result_type: ClassVar[Any] = GenerationResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """The token ids and texts of all answers. Raises NumericError for NaN logits."""
+        """Compute the token ids and texts of all answers.
+
+        Raises:
+            NumericError: for logits that are NaN.
+        """
         if not context.settings.generation or context.tokenizer is None or not answers_prompts(model):
             return None
-        tell = context.progress(f"answers of {context.model}")
+        report_progress = context.progress(f"answers of {context.model}")
         results = context.store.results("generation")
 
         def compute(missing: list[str]) -> None:
-            for done, prompt in enumerate(missing, start=1):
+            for count, prompt in enumerate(missing, start=1):
                 results.put([(key(prompt), greedy_answer(model, context.tokenizer, prompt))])
-                tell(done, len(missing))
+                report_progress(count, len(missing))
 
         def key(prompt: str) -> str:
             return digest_of("answer", prompt, TOKENS)
@@ -89,22 +109,24 @@ class Generation(Evaluator):
         """A `GenerationResult` as JSON."""
         if compressed is None or base is None:
             return None
-        before, after = base["answers"], compressed["answers"]
-        equal = [agreement(a["ids"], b["ids"]) for a, b in zip(before, after, strict=True)]
-        found = mean(equal)
+        base_answers, compressed_answers = base["answers"], compressed["answers"]
+        equal = [agreement(a["ids"], b["ids"]) for a, b in zip(base_answers, compressed_answers, strict=True)]
+        equal_tokens = mean(equal)
         pairs = [
-            [_answer(prompt, made) for prompt, made in zip(PROMPTS, side, strict=True)] for side in (before, after)
+            [_answer(prompt, answer) for prompt, answer in zip(PROMPTS, side, strict=True)]
+            for side in (base_answers, compressed_answers)
         ]
         ended, repeated = (
-            tuple(sum(getattr(one, name) for one in side) / len(side) for side in pairs)
+            tuple(sum(getattr(answer, name) for answer in side) / len(side) for side in pairs)
             for name in ("ended", "repetition")
         )
         return GenerationResult(
             prompts=len(PROMPTS),
             longest=TOKENS,
-            agreement=found.value,
-            agreement_stderr=found.stderr,
-            same=sum(a["ids"] == b["ids"] for a, b in zip(before, after, strict=True)) / len(before),
+            agreement=equal_tokens.value,
+            agreement_stderr=equal_tokens.stderr,
+            same=sum(a["ids"] == b["ids"] for a, b in zip(base_answers, compressed_answers, strict=True))
+            / len(base_answers),
             ended=(ended[0], ended[1]),
             repetition=(repeated[0], repeated[1]),
             base=pairs[0],
@@ -112,17 +134,31 @@ class Generation(Evaluator):
         ).model_dump(mode="json")
 
     def summary(self, result: GenerationResult) -> list[SummaryRow]:
-        (ended, ends), (before, after) = result.ended, result.repetition
+        (base_ended, compressed_ended), (base_repetition, compressed_repetition) = result.ended, result.repetition
         agreed = f"{result.same:.0%} equal"
         return [
             ("answers: tokens before they differ", f"{result.longest}", f"{result.agreement:.1f}", agreed),
-            ("answers that end", f"{ended:.0%}", f"{ends:.0%}", f"{ends - ended:+.0%}"),
-            ("repeated 4-grams", f"{before:.1%}", f"{after:.1%}", f"{after - before:+.1%}"),
+            (
+                "answers that end",
+                f"{base_ended:.0%}",
+                f"{compressed_ended:.0%}",
+                f"{compressed_ended - base_ended:+.0%}",
+            ),
+            (
+                "repeated 4-grams",
+                f"{base_repetition:.1%}",
+                f"{compressed_repetition:.1%}",
+                f"{compressed_repetition - base_repetition:+.1%}",
+            ),
         ]
 
 
 def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """The ids and the text of a greedy answer; in the chat template if there is one. Raises NumericError."""
+    """Generate a greedy answer, with the chat template if there is one.
+
+    Raises:
+        NumericError: for logits that are NaN.
+    """
     if tokenizer.chat_template is None:
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
@@ -131,7 +167,7 @@ def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[s
     ids = inputs["input_ids"].to(model.device)
     run: Any = model.generate
     with torch.no_grad():
-        made = run(
+        output = run(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=TOKENS,
@@ -143,30 +179,30 @@ def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[s
             output_logits=True,
             return_dict_in_generate=True,
         )
-    if bool(made.logits[0].isnan().any()):
+    if bool(output.logits[0].isnan().any()):
         raise NumericError("the model's logits are NaN on a prompt; evaluate it with --dtype float32")
-    answer = made.sequences[0, prompt_length(model, ids) :].tolist()
+    answer = output.sequences[0, prompt_length(model, ids) :].tolist()
     text = str(tokenizer.decode(answer, skip_special_tokens=True))
     return {"ids": answer, "text": text, "ended": len(answer) < TOKENS or answer[-1] == tokenizer.eos_token_id}
 
 
-def agreement(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens before two answers differ."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+def agreement(a_ids: Sequence[int], b_ids: Sequence[int]) -> int:
+    """Count the tokens before two answers differ."""
+    pairs = enumerate(zip(a_ids, b_ids, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(a_ids), len(b_ids)))
 
 
 def repetition(ids: Sequence[int]) -> float:
-    """The share of the 4-grams of an answer that occurred in it before; 0 for short answers."""
+    """Compute the fraction of the 4-grams of an answer that occurred in it before; 0 for short answers."""
     grams = [tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _answer(prompt: str, made: dict[str, Any]) -> Answer:
-    return Answer(
+def _answer(prompt: str, generated: dict[str, Any]) -> GeneratedAnswer:
+    return GeneratedAnswer(
         prompt=prompt,
-        text=made["text"],
-        tokens=len(made["ids"]),
-        ended=made["ended"],
-        repetition=repetition(made["ids"]),
+        text=generated["text"],
+        tokens=len(generated["ids"]),
+        ended=generated["ended"],
+        repetition=repetition(generated["ids"]),
     )

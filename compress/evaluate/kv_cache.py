@@ -1,4 +1,4 @@
-"""Cost and error of a rounded KV cache: bytes per token, and relative errors of keys and values."""
+"""Size and error of a quantized KV cache: bytes per token, and relative errors of keys and values."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class RoundingError(Record):
 
 
 class KVCacheResult(Record):
-    """Result of the evaluator.
+    """The result of the evaluator.
 
-    stated: whether config.json tells other programs to round. of: errors on the probe, by kind (keys or values), grid
-    and sharing of scales. attentions: the `CacheScheme` of each attention, as JSON.
+    Attributes:
+        bytes_per_token: Before and after.
+        stated: Whether config.json tells other programs to round.
+        of: Errors on the probe, by kind (keys or values), grid and sharing of scales.
+        attentions: The `CacheScheme` of each attention, as JSON.
     """
 
     bytes_per_token: BytesPerToken
@@ -59,17 +62,17 @@ class KVCache(Evaluator):
         rounded = rounded_caches(model)
         if not rounded or context.probe is None:
             return None
-        itemsize, before, after = context.run.storage.itemsize, 0.0, 0.0
+        itemsize, bytes_before, bytes_after = context.run.storage.itemsize, 0.0, 0.0
         errors: dict[str, list[float]] = defaultdict(list)
 
         def see(name: str, *entering: Tensor) -> None:
-            nonlocal before, after
+            nonlocal bytes_before, bytes_after
             scheme, how = rounded.get(name, UNROUNDED), roundings(model.get_submodule(name))
             kinds = zip(("keys", "values"), scheme.grids, scheme.groups, scheme.transformed, strict=True)
             for (kind, grid, group, transformed), x, rounding in zip(kinds, entering, how, strict=True):
                 heads, width = x.shape[1], x.shape[-1]
-                before += UNROUNDED.token_bytes(None, heads, width, itemsize)
-                after += scheme.token_bytes(grid, heads, width, itemsize, group)
+                bytes_before += UNROUNDED.token_bytes(None, heads, width, itemsize)
+                bytes_after += scheme.token_bytes(grid, heads, width, itemsize, group)
                 if grid is not None and rounding is not None:
                     shared = "token and head" if scheme.scale == "token" else "attention"
                     shared = shared if group is None else f"channel and {group} tokens"
@@ -79,7 +82,7 @@ class KVCache(Evaluator):
         with watching(attentions_with_cache(model), see), torch.no_grad():
             model(input_ids=context.probe.to(next(model.parameters()).device), **without_cache(model))
         return {
-            "bytes_per_token": {"before": before, "after": after},
+            "bytes_per_token": {"before": bytes_before, "after": bytes_after},
             "stated": stated_scheme(model, rounded, context.run.format) is not None,
             "of": {
                 kind: {"attentions": len(e), "mean_error": sum(e) / len(e), "largest_error": max(e)}
@@ -89,5 +92,12 @@ class KVCache(Evaluator):
         }
 
     def summary(self, result: KVCacheResult) -> list[SummaryRow]:
-        before, after = result.bytes_per_token.before, result.bytes_per_token.after
-        return [("KV cache, bytes per token", f"{before:g}", f"{after:g}", f"{before / after:.2f}x smaller")]
+        bytes_before, bytes_after = result.bytes_per_token.before, result.bytes_per_token.after
+        return [
+            (
+                "KV cache, bytes per token",
+                f"{bytes_before:g}",
+                f"{bytes_after:g}",
+                f"{bytes_before / bytes_after:.2f}x smaller",
+            )
+        ]

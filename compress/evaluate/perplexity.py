@@ -144,7 +144,7 @@ class Perplexity(Evaluator):
     result_type: ClassVar[Any] = list[TextQuality]
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
-        """Measure, for each text, the score and the divergence from the base; with windows, length and sha256 of its ids.
+        """Measure the score of each text and the divergence from the base, with windows, length and sha256 of its ids.
 
         Raises:
             NumericError: if a loss is NaN.
@@ -166,7 +166,7 @@ class Perplexity(Evaluator):
                 None if settings.top_k is None else context.store.base_folder(f"text {text}, top {settings.top_k}")
             )
             task = WindowTask(
-                lm_objective, context.tokenizer, settings.stride, settings.top_k, base_folder, context.which
+                lm_objective, context.tokenizer, settings.stride, settings.top_k, base_folder, context.role
             )
             tell = context.progress(f"perplexity of {context.model} on {name}")
             windows = measure_windows(model, ids, task, context.store.results(f"text {text}"), tell)

@@ -1,4 +1,4 @@
-"""Sparsity: the sparsity asked of the pruned layers, and the zeros of the checkpoint after it was read back."""
+"""Sparsity: the requested sparsity of the pruned layers, and the zeros of the checkpoint after it was read back."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the s
 
 
 class LayerSparsity(Record):
-    """Shares of zeros. asked: the sparsity asked of the layer. due: in whole units of the pattern, without its dense
-    tail. achieved: zeros counted in the checkpoint.
+    """Fractions of zeros of a layer.
+
+    Attributes:
+        asked: The requested sparsity.
+        due: The expected sparsity: in whole units of the pattern, without its dense tail.
+        achieved: Zeros counted in the checkpoint.
     """
 
     asked: float
@@ -31,51 +35,62 @@ class LayerSparsity(Record):
 
 
 class SparsityResult(LayerSparsity):
-    """Means over all pruned layers, weighted by their size, and the shares of each layer."""
+    """Means over all pruned layers, weighted by their size, and the fractions of each layer."""
 
     layers: dict[str, LayerSparsity]
 
 
 class Sparsity(Evaluator):
-    """The sparsity that was asked for and the sparsity of the checkpoint; None where no pass prunes."""
+    """The requested sparsity and the sparsity of the checkpoint; None if no pass prunes."""
 
     result_type: ClassVar[Any] = SparsityResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """Raises VerificationError, see `check_sparsity`."""
+        """Check and measure the sparsity.
+
+        Raises:
+            VerificationError: as `check_sparsity`.
+        """
         return check_sparsity(context.steps, context.layers, model)
 
 
 def check_sparsity(
     steps: Sequence[Step], results: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> dict[str, Any] | None:
-    """A `SparsityResult` as JSON; None where no pass prunes.
+    """Compare the sparsity of a checkpoint with that of the passes.
 
-    steps: all passes. results: every `LayerResult`, as a mapping. model: the checkpoint, read back.
+    Args:
+        steps: All passes.
+        results: Every `LayerResult`, as a mapping.
+        model: The checkpoint, read back.
 
-    Raises VerificationError if a pass has not pruned one of its layers, if the mean sparsity of its layers is not that
-    of the pass, or if a layer of the checkpoint has fewer zeros than due.
+    Returns:
+        A `SparsityResult` as JSON; None if no pass prunes.
+
+    Raises:
+        VerificationError: if a pass has not pruned one of its layers, if the mean sparsity of its layers is not that of
+            the pass, or if a layer of the checkpoint has fewer zeros than expected.
     """
     layers: dict[str, dict[str, float]] = {}
     for label, step, names in steps:
         if "masked" not in step.facts():
             continue
         uniform = {name: zeros for name in names if (zeros := step.zeros(_layer(model, name).shape)) is not None}
-        found: Mapping[str, Mapping[str, Any]]
+        zeros_by_layer: Mapping[str, Mapping[str, Any]]
         if isinstance(step, LayerPass):
-            found = {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
-        elif step.uneven:  # the mean of what is there must be that of the pass
+            zeros_by_layer = {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
+        elif step.uneven:  # the mean of the measured fractions must be that of the pass
             shares = {name: float((_layer(model, name).weight == 0).float().mean()) for name in uniform}
-            found = {name: {"asked": share, "due": share} for name, share in shares.items()}
+            zeros_by_layer = {name: {"asked": share, "due": share} for name, share in shares.items()}
         else:
-            found = {name: asdict(zeros) for name, zeros in uniform.items()}
-        if missing := [name for name in names if name not in found]:
+            zeros_by_layer = {name: asdict(zeros) for name, zeros in uniform.items()}
+        if missing := [name for name in names if name not in zeros_by_layer]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
-        _check_mean(label, found, uniform, model)
+        _check_mean(label, zeros_by_layer, uniform, model)
         for name in names:
-            known = layers.get(name)
-            if known is None or known["due"] < found[name]["due"]:
-                layers[name] = {key: found[name][key] for key in ("asked", "due")}
+            previous = layers.get(name)
+            if previous is None or previous["due"] < zeros_by_layer[name]["due"]:
+                layers[name] = {key: zeros_by_layer[name][key] for key in ("asked", "due")}
     if not layers:
         return None
     sizes = {name: prod(_layer(model, name).shape) for name in layers}
@@ -91,20 +106,22 @@ def _layer(model: nn.Module, name: str) -> CompressedLinear:
 
 
 def _check_mean(
-    label: str, found: Mapping[str, Mapping[str, Any]], uniform: Mapping[str, Zeros], model: nn.Module
+    label: str, zeros_by_layer: Mapping[str, Mapping[str, Any]], uniform: Mapping[str, Zeros], model: nn.Module
 ) -> None:
     """Check that the mean sparsity of the layers is that of the pass. Dense tails are not counted."""
-    whole = {name: prod(_layer(model, name).shape) * z.due / z.asked if z.asked else 1.0 for name, z in uniform.items()}
-    total = sum(whole.values())
-    mean = sum(found[name]["asked"] * size for name, size in whole.items()) / total
-    asked = sum(uniform[name].asked * size for name, size in whole.items()) / total
-    if abs(mean - asked) > TOLERANCE:
-        raise VerificationError(f"{label}: sparsity {asked:g} was asked, but the mean of the layers is {mean:.4f}")
+    weights_in_units = {
+        name: prod(_layer(model, name).shape) * z.due / z.asked if z.asked else 1.0 for name, z in uniform.items()
+    }
+    total = sum(weights_in_units.values())
+    mean = sum(zeros_by_layer[name]["asked"] * size for name, size in weights_in_units.items()) / total
+    requested = sum(uniform[name].asked * size for name, size in weights_in_units.items()) / total
+    if abs(mean - requested) > TOLERANCE:
+        raise VerificationError(f"{label}: sparsity {requested:g} was asked, but the mean of the layers is {mean:.4f}")
 
 
 def _count_zeros(model: nn.Module, name: str, due: int) -> int:
     """Count the zeros of a layer. Raises VerificationError if there are fewer than `due`."""
-    found = int((_layer(model, name).weight == 0).sum())
-    if found < due:
-        raise VerificationError(f"{name}: {due} weights must be zero, but the checkpoint has {found}")
-    return found
+    count = int((_layer(model, name).weight == 0).sum())
+    if count < due:
+        raise VerificationError(f"{name}: {due} weights must be zero, but the checkpoint has {count}")
+    return count

@@ -38,11 +38,15 @@ READ_BYTES = 1 << 28  # of the tensor whose sum measures the bandwidth: larger t
 class ModelSpeed(Record):
     """The speed of one model.
 
-    load_seconds: None if it was loaded before. resident_bytes: growth of the resident memory by loading it and decoding
-    a few tokens, None if it was loaded before. decode: tokens per second by number of sequences. prefill: tokens per
-    second of a prompt of 512 tokens. token_bytes: weights that a decoded token reads (of experts, all).
-    bandwidth_share: token_bytes times tokens per second of one sequence, relative to the measured read bandwidth.
-    kernels: number of linears by the kernel that computes them, 'torch' without one. dtype: of the computation.
+    Attributes:
+        load_seconds: Time of loading; None if it was loaded before.
+        resident_bytes: Growth of the resident memory by loading it and decoding a few tokens; None as above.
+        decode: Tokens per second by number of sequences.
+        prefill: Tokens per second of a prompt of 512 tokens.
+        token_bytes: Bytes of weights that a decoded token reads (of experts, all).
+        bandwidth_share: token_bytes times tokens per second of one sequence, relative to the measured read bandwidth.
+        kernels: Number of linears by the kernel that computes them; 'torch' without one.
+        dtype: Of the computation.
     """
 
     load_seconds: float | None
@@ -56,7 +60,14 @@ class ModelSpeed(Record):
 
 
 class SpeedResult(Record):
-    """The speed of each model by name, and the machine: instruction set of the kernels, threads, bytes per second."""
+    """The speed of several models on one machine.
+
+    Attributes:
+        models: Speed by name.
+        instruction_set: Of the kernels.
+        threads: Number of threads.
+        read_bandwidth: Bytes per second.
+    """
 
     models: dict[str, ModelSpeed]
     instruction_set: str
@@ -76,7 +87,17 @@ class Clock(StoppingCriteria):
 
 
 def generate(model: PreTrainedModel, batch: int, prompt: int, tokens: int) -> list[float]:
-    """Generate exactly `tokens` tokens for a batch of prompts; the seconds of each. The first includes the prompt."""
+    """Generate tokens for a batch of prompts, and measure the time of each.
+
+    Args:
+        model: Model to measure.
+        batch: Number of prompts.
+        prompt: Tokens of a prompt.
+        tokens: Number of generated tokens.
+
+    Returns:
+        Seconds of each token; the first includes the prompt.
+    """
     ids = prompts(model, batch, prompt)
     clock, run = Clock(), getattr(model, "generate")  # noqa: B009  not every class of models declares it
     with endless(model):
@@ -92,12 +113,12 @@ def generate(model: PreTrainedModel, batch: int, prompt: int, tokens: int) -> li
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-    return [after - before for before, after in zip([begin, *clock.times], clock.times, strict=False)]
+    return [end - begin_of_token for begin_of_token, end in zip([begin, *clock.times], clock.times, strict=False)]
 
 
 @contextmanager
 def endless(model: PreTrainedModel) -> Iterator[None]:
-    """No token ends a text. `min_new_tokens` would search the vocabulary for the end in each step."""
+    """Prevent that a token ends a text. `min_new_tokens` would search the vocabulary for the end in each step."""
     config = model.generation_config
     assert config is not None  # of a model that generates
     ends, config.eos_token_id = config.eos_token_id, None
@@ -108,14 +129,14 @@ def endless(model: PreTrainedModel) -> Iterator[None]:
 
 
 def prompts(model: PreTrainedModel, batch: int, length: int) -> Int[Tensor, "batch length"]:
-    """Random token ids; equal for models of one vocabulary."""
+    """Draw random token ids, which are equal for models of one vocabulary."""
     size = text_config(model.config).vocab_size
     drawn = torch.randint(size, (batch, length), generator=torch.Generator().manual_seed(0))
     return drawn.to(next(model.parameters()).device)
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that torch's threads read: the best time of the sum of a tensor larger than the caches."""
+    """Measure the bytes per second that torch's threads read, by sums of a tensor larger than the caches."""
     data = torch.ones(READ_BYTES // 4)
     times = []
     for _ in range(8):
@@ -126,19 +147,19 @@ def read_bandwidth() -> float:
 
 
 def token_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that every decoded token reads: all tensors except tables of embeddings.
+    """Count the bytes of the weights that every decoded token reads: all tensors except embeddings.
 
-    A table that is also the head is read as a whole. Of experts, all are counted.
+    An embedding that is also the LM head is read as a whole. Of experts, all are counted.
     """
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     heads = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
-    found = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
-    return sum(tensor.nbytes for key, tensor in found.items() if key not in tables - heads)
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.nbytes for key, tensor in tensors.items() if key not in tables - heads)
 
 
 def kernels_of(model: nn.Module) -> dict[str, int]:
-    """The number of linears, compressed or dense, by the kernels that compute one token; 'torch' without a kernel."""
-    found: dict[str, int] = {}
+    """Count linears, compressed or dense, by the kernels that compute one token; 'torch' without a kernel."""
+    counts: dict[str, int] = {}
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     for module in model.modules():
         if isinstance(module, CompressedLinear):
@@ -149,38 +170,47 @@ def kernels_of(model: nn.Module) -> dict[str, int]:
             name = dispatch.TORCH
         else:
             continue
-        found[name] = found.get(name, 0) + 1
-    return found
+        counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def longest(model: PreTrainedModel) -> int:
-    """The prompt of the prefill: 512 tokens, or fewer if the model has fewer positions."""
+    """Return the length of the prefill's prompt: 512 tokens, or fewer if the model has fewer positions."""
     return min(PREFILL, (getattr(text_config(model.config), "max_position_embeddings", None) or PREFILL + 1) - 1)
 
 
 def check_generates(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that decodes no tokens."""
+    """Check that a model decodes tokens.
+
+    Raises:
+        ModelError: if it does not.
+    """
     if not answers_prompts(model):
         raise ModelError(f"model: {described(model)} and decodes no prompt; bench a model that generates text")
 
 
 @torch.no_grad()
 def measure(models: Mapping[str, PreTrainedModel], loaded: Mapping[str, tuple[float, int]]) -> SpeedResult:
-    """The speed of models by name, measured in turns. loaded: seconds and bytes of loading, if they were measured."""
+    """Measure the speed of models in turns.
+
+    Args:
+        models: Models by name.
+        loaded: Seconds and bytes of loading by name, if they were measured.
+    """
     timed: dict[str, Callable[[PreTrainedModel], float]] = {
         f"{batch}": lambda model, batch=batch: batch / decode_seconds(model, batch) for batch in BATCHES
     }
     timed["prefill"] = lambda model: longest(model) / generate(model, 1, longest(model), 1)[0]
-    found: dict[str, dict[str, list[float]]] = {name: {key: [] for key in timed} for name in models}
+    rates_by_model: dict[str, dict[str, list[float]]] = {name: {key: [] for key in timed} for name in models}
     for key, rate in timed.items():
         for turn in range(ROUNDS + 1):
             for name, model in models.items():
                 value = rate(model)
                 if turn > 0:  # the first warms up, and compiles
-                    found[name][key].append(value)
+                    rates_by_model[name][key].append(value)
     bandwidth, result = read_bandwidth(), {}
     for name, model in models.items():
-        rates = {key: statistics.median(values) for key, values in found[name].items()}
+        rates = {key: statistics.median(values) for key, values in rates_by_model[name].items()}
         size, (seconds, resident) = token_bytes(model), loaded.get(name, (None, None))
         result[name] = ModelSpeed(
             load_seconds=seconds,
@@ -198,39 +228,47 @@ def measure(models: Mapping[str, PreTrainedModel], loaded: Mapping[str, tuple[fl
 
 
 def decode_seconds(model: PreTrainedModel, batch: int) -> float:
-    """Median seconds of one decoding step."""
+    """Measure the median seconds of one decode step."""
     return statistics.median(generate(model, batch, PROMPT, TOKENS)[WARM_UP:])
 
 
 def bench(
     source: str, against: str | None = None, dtype: str = "auto", compiled: bool = False, activations: str | None = None
 ) -> SpeedResult:
-    """Load models, by checkpoint folder, hub id or .gguf file, and measure them in turns. The base is named first.
+    """Load models and measure them in turns.
 
-    activations: as in `load`, for `source` alone. Raises ModelError.
+    Args:
+        source: Checkpoint folder, hub id or .gguf file.
+        against: Another model, which is the first of the result.
+        dtype: Dtype of computation.
+        compiled: Whether torch compiles the models.
+        activations: As in `load`, for `source` alone.
+
+    Raises:
+        ModelError: for a model that decodes no tokens.
     """
     models: dict[str, PreTrainedModel] = {}
     loaded: dict[str, tuple[float, int]] = {}
     for name in dict.fromkeys(filter(None, (against, source))):
-        begin, before = perf_counter(), psutil.Process().memory_info().rss
+        begin, memory_before = perf_counter(), psutil.Process().memory_info().rss
         models[name], _ = load(
             checkpoint_of(name), dtype, compile=compiled or None, activations=activations if name == source else None
         )
         seconds = perf_counter() - begin
         check_generates(models[name])
         generate(models[name], 1, PROMPT, 2)
-        loaded[name] = seconds, psutil.Process().memory_info().rss - before
+        loaded[name] = seconds, psutil.Process().memory_info().rss - memory_before
     return measure(models, loaded)
 
 
 class Speed(Evaluator):
-    """The speed of the checkpoint and of the base model, if the recipe asks for it (`eval: {speed: true}`)."""
+    """The speed of the checkpoint and of the base model, if the recipe requests it (`eval: {speed: true}`)."""
 
     timed: ClassVar[bool] = True
     result_type: ClassVar[Any] = SpeedResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """The base is loaded whole, next to the checkpoint. None for a model that decodes no prompts."""
+        """Load the base model next to the checkpoint, and measure both. None for a model that decodes no prompts."""
         if not context.settings.speed or not answers_prompts(model):
             return None
         models = {"compressed": model}
@@ -244,18 +282,18 @@ class Speed(Evaluator):
 
 
 def comparison(result: SpeedResult) -> list[SummaryRow]:
-    """A row for each figure: its name, the value of the first model, that of the last, and their ratio."""
-    first, *_, last = [*result.models.values()] * 2
-    rates = [(f"decode tokens/s, batch {batch}", one, last.decode[batch]) for batch, one in first.decode.items()]
-    rates.append(("prefill tokens/s", first.prefill, last.prefill))
-    rows = [(name, f"{one:.1f}", f"{other:.1f}", f"{other / one:.2f}x") for name, one, other in rates]
-    read = first.token_bytes / 1e6, last.token_bytes / 1e6
+    """List a row for each figure: its name, the value of the first model, that of the last, and their ratio."""
+    base, *_, compressed = [*result.models.values()] * 2
+    rates = [(f"decode tokens/s, batch {batch}", old, compressed.decode[batch]) for batch, old in base.decode.items()]
+    rates.append(("prefill tokens/s", base.prefill, compressed.prefill))
+    rows = [(name, f"{old:.1f}", f"{new:.1f}", f"{new / old:.2f}x") for name, old, new in rates]
+    read = base.token_bytes / 1e6, compressed.token_bytes / 1e6
     rows.append(("MB read per token", f"{read[0]:.1f}", f"{read[1]:.1f}", f"{read[0] / read[1]:.2f}x smaller"))
     return rows
 
 
 def table(result: SpeedResult) -> list[tuple[str, ...]]:
-    """A row for each figure, with a column for each model."""
+    """List a row for each figure, with a column for each model."""
     models = list(result.models.values())
     loaded = [
         ("-", "-")

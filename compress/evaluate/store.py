@@ -18,8 +18,11 @@ T = TypeVar("T")
 class Store:
     """A folder for the results of one model.
 
-    folder: None keeps results in memory. model, base: digests of the measured model and of the base model, which the
-    results depend on. processes: of the launcher; each process writes a file of its own.
+    Attributes:
+        folder: None stores results in memory.
+        model: Digest of the measured model.
+        base: Digest of the base model, which the results depend on.
+        processes: Of the launcher; each process writes its own file.
     """
 
     folder: Path | None = None
@@ -28,12 +31,12 @@ class Store:
     processes: Processes = ALONE
 
     def results(self, kind: str) -> Results:
-        """The results of one kind of measurement of this model."""
+        """Open the results of one kind of measurement of this model."""
         place = None if self.folder is None else self.folder / self.model[:16] / kind
         return Results(place, self.processes)
 
     def base_folder(self, name: str) -> Path | None:
-        """A folder for what all variants need of the base model."""
+        """Return a folder for what all variants need of the base model."""
         return None if self.folder is None else self.folder / self.base[:16] / name
 
 
@@ -45,59 +48,62 @@ class Results:
 
     def __init__(self, folder: Path | None, processes: Processes = ALONE) -> None:
         self._processes = processes
-        self._known: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._file: Path | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.jsonl")):
-                self._known.update(_lines(path))
+                self._values.update(_lines(path))
             self._file = folder / f"{processes.rank}.jsonl"
             _end_line(self._file)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._known
+        return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        return self._known[key]
+        return self._values[key]
 
     def put(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Keep values, and write them to the file."""
-        found = dict(values)
-        self._known |= found
-        if self._file is not None and found:
+        """Store values, and append them to the file."""
+        new_values = dict(values)
+        self._values |= new_values
+        if self._file is not None and new_values:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps([key, value]) + "\n" for key, value in found.items()))
+                file.write("".join(json.dumps([key, value]) + "\n" for key, value in new_values.items()))
 
     def fill(self, items: Sequence[T], key: Callable[[T], str], compute: Callable[[list[T]], None]) -> list[Any]:
-        """The values of items: computed where they are unknown, each process a share of them.
+        """Return the values of items; each process computes a share of the missing ones.
 
-        compute: puts the values of some items.
+        Args:
+            items: Items in the order of the result.
+            key: Returns the key of an item.
+            compute: Computes some items, and stores their values by `put`.
         """
-        wanted = {key(item): item for item in items}
-        mine = self._processes.share(list(wanted))  # of all keys: processes may know different ones
-        missing = [wanted[name] for name in mine if name not in self._known]
+        item_by_key = {key(item): item for item in items}
+        own_keys = self._processes.share(list(item_by_key))  # of all keys: processes may know different ones
+        missing = [item_by_key[name] for name in own_keys if name not in self._values]
         if missing:
             compute(missing)
-        for part in self._processes.gather({name: self._known[name] for name in mine}):
-            self._known |= part
-        assert all(name in self._known for name in wanted)
-        return [self._known[key(item)] for item in items]
+        for part in self._processes.gather({name: self._values[name] for name in own_keys}):
+            self._values |= part
+        assert all(name in self._values for name in item_by_key)
+        return [self._values[key(item)] for item in items]
 
 
 def digest_of(*parts: Any) -> str:
-    """A digest of plain values, for keys and names of folders."""
+    """Compute a digest of plain values, for keys and names of folders."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _lines(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             key, value = json.loads(line)
         except ValueError:
             continue
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _end_line(path: Path) -> None:

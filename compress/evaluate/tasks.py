@@ -16,7 +16,14 @@ from compress.numerics.statistics import difference_interval, flips, mcnemar, me
 
 
 class Metric(Record):
-    """A metric of one model on one task. stderr: over items. values: of each item, None where items have no value."""
+    """A metric of one model on one task.
+
+    Attributes:
+        value: The metric.
+        stderr: Its standard error over items.
+        higher_is_better: Whether a larger value is better.
+        values: The value of each item; None if items have no value.
+    """
 
     value: float
     stderr: float | None
@@ -25,7 +32,17 @@ class Metric(Record):
 
 
 class TaskScore(Record):
-    """The metrics of one model on one task. items: evaluated, of so many. version: of the task."""
+    """The metrics of one model on one task.
+
+    Attributes:
+        task: Its name.
+        version: Its version.
+        fewshot: Number of worked examples in each prompt.
+        items: Number of evaluated items.
+        of: Number of all items.
+        seconds: Wall time.
+        metrics: By name.
+    """
 
     task: str
     version: str
@@ -37,10 +54,16 @@ class TaskScore(Record):
 
 
 class Pairing(Record):
-    """Two models on the same items: the mean difference (compressed minus base), its standard error and 95% interval.
+    """Two models on the same items.
 
-    gained, lost: items that only the compressed, only the base model answers right; p: exact McNemar test. The three
-    are None for metrics that are not right or wrong.
+    Attributes:
+        difference: Mean difference, compressed minus base.
+        stderr: Its standard error.
+        low: Lower end of its 95% interval.
+        high: Upper end of its 95% interval.
+        gained: Items that only the compressed model answers right; None for metrics that are not right or wrong.
+        lost: Items that only the base model answers right; None as above.
+        p: p-value of the exact McNemar test; None as above.
     """
 
     difference: float
@@ -53,7 +76,7 @@ class Pairing(Record):
 
 
 class TaskComparison(Record):
-    """A metric of both models on one task; paired is None where items have no values or differ in number."""
+    """A metric of both models on one task; `paired` is None if items have no values or differ in number."""
 
     task: str
     metric: str
@@ -86,7 +109,11 @@ class Tasks(Evaluator):
     result_type: ClassVar[Any] = TasksResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """Scores by task, failures by task, and the settings. Raises RecipeError when lm-eval is not installed."""
+        """Measure the scores of all tasks; failures are returned by task.
+
+        Raises:
+            RecipeError: if lm-eval is not installed.
+        """
         settings = context.settings
         if not settings.tasks:
             return None
@@ -104,30 +131,32 @@ class Tasks(Evaluator):
                     scores[part] = self._score(part, task, harness, context)
             except TaskError as failure:
                 failed[name] = str(failure)
-                context.run.journal.add("note", f"tasks {context.which}", str(failure))
+                context.run.journal.add("note", f"tasks {context.role}", str(failure))
         facts = {"chat_template": settings.chat_template, "limit": settings.limit, "seed": settings.seed}
         return {"scores": scores, "failed": failed, **facts, "lm_eval": lm_eval.__version__}
 
     def _score(self, name: str, task: Any, harness: Any, context: EvaluationContext) -> dict[str, Any]:
-        begin, before = perf_counter(), harness.answers.truncated
+        begin, truncated_before = perf_counter(), harness.answers.truncated
         harness.answers.progress = context.progress(f"{name} of {context.model}")
-        found = run_task(name, task, harness, context.settings)
-        if cut := harness.answers.truncated - before:
-            message = f"{cut} requests are longer than the model's context of {harness.max_length} and lost their start"
+        result = run_task(name, task, harness, context.settings)
+        if truncated := harness.answers.truncated - truncated_before:
+            message = (
+                f"{truncated} requests are longer than the model's context of {harness.max_length} and lost their start"
+            )
             context.run.journal.add("note", name, message)
-        return TaskScore.model_validate({**found, "seconds": perf_counter() - begin}).model_dump()
+        return TaskScore.model_validate({**result, "seconds": perf_counter() - begin}).model_dump()
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A `TasksResult` as JSON; a task that failed on one model is among the failed ones."""
+        """Return a `TasksResult` as JSON; a task that failed on one model is among the failed ones."""
         if compressed is None or base is None:
             return None
         scores = [
             compare(
-                TaskScore.model_validate(base["scores"][name]), TaskScore.model_validate(found), metric
+                TaskScore.model_validate(base["scores"][name]), TaskScore.model_validate(measured), metric
             ).model_dump()
-            for name, found in compressed["scores"].items()
+            for name, measured in compressed["scores"].items()
             if name in base["scores"]
-            for metric in found["metrics"]
+            for metric in measured["metrics"]
         ]
         facts = {key: compressed[key] for key in ("chat_template", "limit", "seed", "lm_eval")}
         return {"scores": scores, "failed": {**base["failed"], **compressed["failed"]}, **facts}
@@ -145,7 +174,11 @@ class Tasks(Evaluator):
 
 
 def check_model(name: str, model: PreTrainedModel, context: EvaluationContext) -> None:
-    """Raise TaskError for a model that cannot answer tasks."""
+    """Check that a model can answer tasks.
+
+    Raises:
+        TaskError: if it cannot.
+    """
     if context.tokenizer is None:
         raise TaskError(f"task {name}: the model has no tokenizer; add its tokenizer files to the folder")
     if not answers_tasks(model):
@@ -155,7 +188,7 @@ def check_model(name: str, model: PreTrainedModel, context: EvaluationContext) -
 
 
 def harness_of(model: PreTrainedModel, context: EvaluationContext) -> Any:
-    """The model as an LM of lm-eval, with its kept results."""
+    """Wrap the model as an LM of lm-eval, with its stored results."""
     assert context.tokenizer is not None
     note = lambda text: context.run.journal.add("note", "tasks", text)  # noqa: E731
     results = context.store.results("requests")
@@ -163,47 +196,49 @@ def harness_of(model: PreTrainedModel, context: EvaluationContext) -> Any:
 
 
 def compare(base: TaskScore, compressed: TaskScore, metric: str) -> TaskComparison:
-    """One metric of two models on the same items."""
-    first, second = base.metrics[metric], compressed.metrics[metric]
+    """Compare one metric of two models on the same items."""
+    base_metric, compressed_metric = base.metrics[metric], compressed.metrics[metric]
     return TaskComparison(
         task=compressed.task,
         metric=metric,
         items=compressed.items,
         of=compressed.of,
         fewshot=compressed.fewshot,
-        higher_is_better=second.higher_is_better,
-        base=first.value,
-        base_stderr=first.stderr,
-        compressed=second.value,
-        compressed_stderr=second.stderr,
-        paired=pairing(first.values, second.values),
+        higher_is_better=compressed_metric.higher_is_better,
+        base=base_metric.value,
+        base_stderr=base_metric.stderr,
+        compressed=compressed_metric.value,
+        compressed_stderr=compressed_metric.stderr,
+        paired=pairing(base_metric.values, compressed_metric.values),
     )
 
 
 def pairing(base: Sequence[float] | None, compressed: Sequence[float] | None) -> Pairing | None:
-    """Compare the values of the same items; None where they cannot be paired."""
+    """Compare the values of the same items; None if they cannot be paired."""
     if base is None or compressed is None or len(base) != len(compressed) or not base:
         return None
-    found = mean([after - before for before, after in zip(base, compressed, strict=True)])
+    change = mean(
+        [compressed_value - base_value for base_value, compressed_value in zip(base, compressed, strict=True)]
+    )
     if set(base) | set(compressed) <= {0.0, 1.0}:
         counted = flips(base, compressed)
         low, high = difference_interval(counted)
         p = mcnemar(counted.gained, counted.lost)
         answers = {"gained": counted.gained, "lost": counted.lost, "p": p}
-        return Pairing(difference=found.value, stderr=found.stderr, low=low, high=high, **answers)
-    spread = None if found.stderr is None else 1.96 * found.stderr
-    low, high = (None, None) if spread is None else (found.value - spread, found.value + spread)
-    return Pairing(difference=found.value, stderr=found.stderr, low=low, high=high)
+        return Pairing(difference=change.value, stderr=change.stderr, low=low, high=high, **answers)
+    spread = None if change.stderr is None else 1.96 * change.stderr
+    low, high = (None, None) if spread is None else (change.value - spread, change.value + spread)
+    return Pairing(difference=change.value, stderr=change.stderr, low=low, high=high)
 
 
 def change_of(row: TaskComparison) -> str:
-    """The difference with its interval, flips and p-value in words."""
-    found = row.paired
-    if found is None:
+    """Describe the difference with its interval, flips and p-value."""
+    paired = row.paired
+    if paired is None:
         return f"{row.compressed - row.base:+.4f}"
-    interval = "" if found.low is None or found.high is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
-    counts = "" if found.p is None else f", +{found.gained} -{found.lost}, p {found.p:.2g}"
-    return f"{found.difference:+.4f}{interval}{counts}"
+    interval = "" if paired.low is None or paired.high is None else f" [{paired.low:+.4f}, {paired.high:+.4f}]"
+    counts = "" if paired.p is None else f", +{paired.gained} -{paired.lost}, p {paired.p:.2g}"
+    return f"{paired.difference:+.4f}{interval}{counts}"
 
 
 def metrics_in(scores: Iterable[TaskScore]) -> Iterator[tuple[TaskScore, str, Metric]]:

@@ -19,7 +19,7 @@ from compress.data.ids import Sample, check_text, check_vocabulary, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
-from compress.evaluate.divergence import Kept
+from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results
 from compress.models.kinds.kinds import RECORDED, described, kind_of, reads_whole_texts
 from compress.models.kinds.objective import IGNORED, NEXT_TOKENS, LMObjective
@@ -33,9 +33,14 @@ Window = dict[str, Any]
 class WindowTask:
     """How windows are measured.
 
-    stride: tokens from one window to the next; the windows after the first have targets in their last `stride` tokens
-    alone. None: windows do not overlap, and every token after the first of a window is a target. base: the folder of
-    the base model's kept tokens; which: whether they are written (base) or compared with (compressed).
+    Attributes:
+        lm_objective: What the model predicts.
+        tokenizer: Counts the bytes of tokens; None if the model comes without one.
+        stride: Tokens from one window to the next; all windows but the first have targets in their last `stride` tokens
+            only. None: windows do not overlap, and every token after the first of a window is a target.
+        top_k: Number of most likely tokens that are stored of the base model; None for no divergence.
+        base: Folder of the base model's stored tokens.
+        role: Whether these tokens are written (base) or compared with (compressed).
     """
 
     lm_objective: LMObjective = NEXT_TOKENS
@@ -43,14 +48,14 @@ class WindowTask:
     stride: int | None = None
     top_k: int | None = None
     base: Path | None = None
-    which: str = "compressed"
+    role: str = "compressed"
 
     def key(self, index: int) -> str:
-        """The key of a window's result."""
-        return f"window {index}" + ("" if self.base is None else f", {self.which}, top {self.top_k}")
+        """Return the key of a window's result."""
+        return f"window {index}" + ("" if self.base is None else f", {self.role}, top {self.top_k}")
 
     def path(self, index: int) -> Path:
-        """The file of the base model's kept tokens."""
+        """Return the file of the base model's stored tokens."""
         assert self.base is not None
         return self.base / f"{index:06}.safetensors"
 
@@ -62,23 +67,31 @@ def measure_windows(
     results: Results,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Window]:
-    """The result of every window; windows that are in `results` are not computed again.
+    """Measure every window; windows that are in `results` are not computed again.
 
-    progress(done, of) is called after every window. Raises NumericError when a loss is NaN.
+    Args:
+        model: Model to measure.
+        ids: Token ids.
+        task: How windows are measured.
+        results: Stored results.
+        progress: Is called with (number of measured windows, number of windows) after every window.
+
+    Raises:
+        NumericError: if a loss is NaN.
     """
 
     def compute(indices: list[int]) -> None:
-        for done, index in enumerate(indices, start=1):
+        for count, index in enumerate(indices, start=1):
             results.put([(task.key(index), measure_window(model, ids[index], index, task))])
             if progress is not None:
-                progress(done, len(indices))
+                progress(count, len(indices))
 
     return results.fill(range(len(ids)), task.key, compute)
 
 
 @torch.no_grad()
 def measure_window(model: nn.Module, ids: Int[Tensor, " length"], index: int, task: WindowTask) -> Window:
-    """The result of one window. index: its number, which masks and scored targets depend on."""
+    """Measure one window; masks and scored targets depend on its index."""
     begin, lm_objective = perf_counter(), task.lm_objective
     shown = ids[None].to(next(model.parameters()).device)
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [index]).logits, shown, [index])
@@ -87,53 +100,57 @@ def measure_window(model: nn.Module, ids: Int[Tensor, " length"], index: int, ta
         scored = positions >= len(ids) - task.stride
         logits, targets, positions = logits[scored], targets[scored], positions[scored]
     rows = rows_of_chunk(logits.shape[-1])
-    found = sum(
-        float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum"))
-        for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True)
+    loss = sum(
+        float(nn.functional.cross_entropy(part.float(), target_part, reduction="sum"))
+        for part, target_part in zip(logits.split(rows), targets.split(rows), strict=True)
     )
-    if math.isnan(found):
+    if math.isnan(loss):
         raise NumericError(
             f"the model's loss is NaN on window {index} of the evaluation text; evaluate it with --dtype float32, or "
             "write its checkpoint again"
         )
     size = bytes_of(ids, int(positions[0]), task.tokenizer) if len(positions) and lm_objective is NEXT_TOKENS else None
-    window: Window = {"loss": found, "tokens": len(targets), "bytes": size}
+    window: Window = {"loss": loss, "tokens": len(targets), "bytes": size}
     if task.base is not None and task.top_k is not None:
         window |= _compared(logits, positions, index, task.top_k, task)
     return window | {"seconds": perf_counter() - begin}
 
 
 def _compared(logits: Tensor, positions: Tensor, index: int, top_k: int, task: WindowTask) -> dict[str, Any]:
-    """Keep the base model's tokens, or compare a variant with them, some rows at a time."""
+    """Store the base model's tokens, or compare a variant with them, some rows at a time."""
     path, size = task.path(index), rows_of_chunk(logits.shape[-1])
-    if task.which == "base":
+    if task.role == "base":
         path.parent.mkdir(parents=True, exist_ok=True)
-        Kept.in_chunks(logits, top_k, size).save(path)
+        SampledDistribution.in_chunks(logits, top_k, size).save(path)
         return {}
-    known = Kept.load(path)
+    stored = SampledDistribution.load(path)
     kl: list[float] = []
-    same: list[int] = []
+    agrees: list[int] = []
     for start in range(0, len(logits), size):
-        rows = Kept(*(tensor[start : start + size] for tensor in known))
+        rows = SampledDistribution(*(tensor[start : start + size] for tensor in stored))
         divergence, agreement = rows.divergence(logits[start : start + size])
         kl += divergence.tolist()
-        same += agreement.int().tolist()
-    return {"kl": kl, "same": same, "positions": positions.tolist()}
+        agrees += agreement.int().tolist()
+    return {"kl": kl, "same": agrees, "positions": positions.tolist()}
 
 
-def bytes_of(ids: Int[Tensor, " length"], first: int, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    """The bytes of the text of the tokens from `first` on, in UTF-8; special tokens have none."""
+def bytes_of(ids: Int[Tensor, " length"], start: int, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """Count the bytes of the text of the tokens from `start` on, in UTF-8; special tokens have none."""
     if tokenizer is None:
         return None
-    whole, before = (
+    text, prefix = (
         str(tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        for part in (ids, ids[:first])
+        for part in (ids, ids[:start])
     )
-    return len(whole.encode("utf-8", "replace")) - len(before.encode("utf-8", "replace"))
+    return len(text.encode("utf-8", "replace")) - len(prefix.encode("utf-8", "replace"))
 
 
 def check_stride(model: nn.Module, stride: int | None) -> None:
-    """Raise CalibrationError for windows that overlap where a window is a recording."""
+    """Check that windows do not overlap if a window is a recording.
+
+    Raises:
+        CalibrationError: if they do.
+    """
     if stride is not None and kind_of(model) is RECORDED:
         raise CalibrationError(
             f"test: stride {stride}: {described(model)}, each of which is one window; write stride: null"
@@ -149,31 +166,44 @@ def evaluation_ids(
     stride: int | None = None,
     seed: int = 0,
 ) -> Sample:
-    """Token ids of an evaluation text, [windows, length], and its use. stride: see `WindowTask`.
+    """Read the token ids of an evaluation text.
 
-    Raises CalibrationError as `model_sample`, and for windows that overlap where they cannot.
+    Args:
+        model: Model that reads them.
+        tokenizer: Its tokenizer.
+        text: Name of a text, or a source.
+        count: Number of windows; None for all.
+        length: Tokens of a window.
+        stride: See `WindowTask`.
+        seed: Of the selection of documents.
+
+    Returns:
+        Token ids [windows, length], and the use of the text.
+
+    Raises:
+        CalibrationError: as `model_sample`, and for windows that cannot overlap.
     """
     check_stride(model, stride)
-    known, source = (model, tokenizer), as_source(text)
+    source_facts, source = (model, tokenizer), as_source(text)
     if stride is None or stride == length:
-        return model_sample(*known, source, "test", count, length, seed)
-    where = f"test: stride {stride}"
+        return model_sample(*source_facts, source, "test", count, length, seed)
+    place = f"test: stride {stride}"
     if source.stored or not source.packing or reads_whole_texts(model):
-        raise CalibrationError(f"{where} needs one stream of text and a model of next tokens; write stride: null")
-    given = needs_tokenizer(tokenizer, "test")
-    prefix = opening_tokens(source, given, "test")
-    own = (length or 0) - len(prefix)  # tokens of the text in a window
-    if length is None or stride > own:
-        raise CalibrationError(f"{where} is longer than the text of a window; use stride <= {own}")
-    check_text(*known, source, "test", count, length)
-    piece = gcd(own, stride)
-    pieces = None if count is None else (own + (count - 1) * stride) // piece
-    ids, use = sample(source, "test", given, pieces, piece, seed)
+        raise CalibrationError(f"{place} needs one stream of text and a model of next tokens; write stride: null")
+    required_tokenizer = needs_tokenizer(tokenizer, "test")
+    prefix = opening_tokens(source, required_tokenizer, "test")
+    text_length = (length or 0) - len(prefix)  # tokens of the text in a window
+    if length is None or stride > text_length:
+        raise CalibrationError(f"{place} is longer than the text of a window; use stride <= {text_length}")
+    check_text(*source_facts, source, "test", count, length)
+    piece = gcd(text_length, stride)
+    pieces = None if count is None else (text_length + (count - 1) * stride) // piece
+    ids, use = sample(source, "test", required_tokenizer, pieces, piece, seed)
     check_vocabulary(ids, model, source, "test")
-    if ids.numel() < own:
+    if ids.numel() < text_length:
         raise CalibrationError(
             f"test: {source.label} has fewer tokens than one window of {length}; use a shorter length"
         )
-    rows = ids.flatten().unfold(0, own, stride)
+    rows = ids.flatten().unfold(0, text_length, stride)
     rows = torch.cat([torch.tensor(prefix, dtype=ids.dtype).expand(len(rows), -1), rows], dim=1)
     return rows, use.model_copy(update={"sequences": len(rows), "length": length, "bos": len(prefix) > 0})

@@ -24,7 +24,7 @@ from compress.checkpoint.sources.opening import fingerprint_of
 from compress.checkpoint.sources.stored import weight_files
 from compress.data.ids import model_sample
 from compress.errors import ModelError, RecipeError, TargetError, did_you_mean
-from compress.evaluate.divergence import Kept
+from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears
@@ -170,7 +170,7 @@ class Batch:
     ids: Int[Tensor, "1 length"]
     inputs: list[Tensor]
     calls: dict[int, Call]
-    kept: Kept
+    kept: SampledDistribution
     loss: float
 
 
@@ -195,7 +195,9 @@ class Reference:
             for block in opened.blocks:
                 inputs.append(seen.calls[block.index].run(block.module, inputs[-1]))
             logits = shell.logits(window, inputs[-1])[0]
-            batches.append(Batch(window, inputs[:-1], seen.calls, Kept.of(logits, TOP_K), loss_of(logits, window)))
+            batches.append(
+                Batch(window, inputs[:-1], seen.calls, SampledDistribution.of(logits, TOP_K), loss_of(logits, window))
+            )
         return cls(model, shell, opened.blocks, batches)
 
     def divergences(self, first: int) -> list[tuple[float, float]]:

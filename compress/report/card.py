@@ -33,10 +33,12 @@ INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card states beyond the report. facts: of the compressed layers. generates: whether the model generates
-    text from a prompt.
+    """What a card states in addition to the report.
 
-    kind: of the model.
+    Attributes:
+        facts: Facts of the compressed layers.
+        generates: Whether the model generates text from a prompt.
+        kind: Kind of the model.
     """
 
     facts: frozenset[Fact]
@@ -45,20 +47,20 @@ class CardFacts:
 
     @classmethod
     def of(cls, steps: Sequence[Step], model: PreTrainedModel) -> CardFacts:
-        """The facts after all passes."""
+        """Collect the facts after all passes."""
         facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.facts())
         return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL)
 
 
-def write_card(report: RunResult, folder: Path, source: str, known: CardFacts) -> None:
-    """Write README.md atomically. source: of the base model, a hub id, a folder or a .gguf file."""
-    write_text(folder / FILE, card(report, source, known, base_metadata(source)))
+def write_card(report: RunResult, folder: Path, source: str, facts: CardFacts) -> None:
+    """Write README.md atomically; `source` is the base model: a hub id, a folder or a .gguf file."""
+    write_text(folder / FILE, card(report, source, facts, base_metadata(source)))
 
 
-def card(report: RunResult, source: str, known: CardFacts, inherited: dict[str, Any]) -> str:
-    """The text of the card. inherited: metadata of the base model's card."""
+def card(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, Any]) -> str:
+    """Render the card; `inherited` is metadata of the base model's card."""
     source, revision = split_revision(source)
-    front = yaml.safe_dump(_metadata(report, source, known, inherited), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(_metadata(report, source, facts, inherited), sort_keys=False, allow_unicode=True)
     name = Path(source).name
     recipe = yaml.safe_dump(report.reproduce.recipe, sort_keys=False, allow_unicode=True)
     base = f"[{source}](https://huggingface.co/{source})" if _on_hub(source) else f"`{name}`"
@@ -71,7 +73,7 @@ def card(report: RunResult, source: str, known: CardFacts, inherited: dict[str, 
         f"{base}, compressed by compress {report.compress} with {steps}. The checkpoint was read back and compared "
         "with the computed model before this card was written; the figures below are those of the stored checkpoint.",
         f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
-        f"## Use\n\n{_use(report, known)}",
+        f"## Use\n\n{_use(report, facts)}",
         f"## Recipe\n\n`compress run recipe.yaml` makes the same checkpoint again:\n\n```yaml\n{recipe}```",
         f"`report.md` has the errors of all layers, times, memory and versions. Digest of the checkpoint: "
         f"`{report.checkpoint_sha256}`.",
@@ -79,20 +81,20 @@ def card(report: RunResult, source: str, known: CardFacts, inherited: dict[str, 
     return "\n\n".join(parts) + "\n"
 
 
-def _metadata(report: RunResult, source: str, known: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:
+def _metadata(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:
     """The front matter."""
     recipe = report.reproduce.recipe
     form = recipe["save"]["format"]
-    quantized = "quantized" in known.facts
+    quantized = "quantized" in facts.facts
     tags = ["compress", *dict.fromkeys(key.replace("_", "-") for step in recipe["passes"] for key in step), form]
     tags += [f"{report.size.bits_per_weight:.3g}-bit"] if quantized else []
-    tags += ["pruned"] if "masked" in known.facts else []
+    tags += ["pruned"] if "masked" in facts.facts else []
     base = {"base_model": source, "base_model_relation": "quantized" if quantized else "finetune"}
     return {
         **(base if _on_hub(source) else {}),
         **inherited,
         "library_name": "transformers" if "transformers" in _readers(report) else PROJECT,
-        "pipeline_tag": known.kind.task,
+        "pipeline_tag": facts.kind.task,
         "tags": tags,
     }
 
@@ -105,11 +107,11 @@ def _readers(report: RunResult) -> tuple[str, ...]:
     return tuple(reader for reader in readers if not (unread and reader == "transformers"))
 
 
-def _use(report: RunResult, known: CardFacts) -> str:
+def _use(report: RunResult, facts: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
     readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
-    auto, generates = known.kind.auto, known.generates
-    name, other = ("processor", "AutoProcessor") if known.kind is RECORDED else ("tokenizer", "AutoTokenizer")
+    auto, generates = facts.kind.auto, facts.generates
+    name, auto_processor = ("processor", "AutoProcessor") if facts.kind is RECORDED else ("tokenizer", "AutoTokenizer")
     parts = [
         "With compress (`FOLDER`: a local copy of this repository):\n\n"
         '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```'
@@ -121,9 +123,9 @@ def _use(report: RunResult, known: CardFacts) -> str:
         option = "" if file is None else f', gguf_file="{file}"'
         parts.append(
             f"With transformers{package}{tested}:\n\n"
-            f"```python\nfrom transformers import {auto}, {other}\n\n"
+            f"```python\nfrom transformers import {auto}, {auto_processor}\n\n"
             f'model = {auto}.from_pretrained("FOLDER"{option})\n'
-            f'{name} = {other}.from_pretrained("FOLDER")\n```'
+            f'{name} = {auto_processor}.from_pretrained("FOLDER")\n```'
         )
     if "vLLM" in readers and generates:
         parts.append(f"vLLM reads the format {form} too (not tested in this run): `vllm serve FOLDER`.")
@@ -135,30 +137,34 @@ def _use(report: RunResult, known: CardFacts) -> str:
 
 
 def write_export_card(folder: Path, source: str, form: str, layers: Sequence[tuple[str, str, str, int, float]]) -> None:
-    """Write README.md of a checkpoint that was converted from `source` to the format `form`, atomically.
+    """Write README.md of a converted checkpoint atomically.
 
-    layers: name, scheme before, scheme after, number and relative weight error of each kind of layers.
+    Args:
+        folder: Folder of the checkpoint.
+        source: The converted checkpoint.
+        form: Its new format.
+        layers: Name, scheme before, scheme after, number and relative weight error of each kind of layers.
     """
     front = {**base_metadata(source), "library_name": PROJECT, "tags": ["compress", form]}
     readers = FORMATS[form].readers
     rows = [
-        (name, str(count), before, after, f"{error:.3e}" if error else "0 (lossless)")
-        for name, before, after, count, error in layers
+        (name, str(count), scheme_before, scheme_after, f"{error:.3e}" if error else "0 (lossless)")
+        for name, scheme_before, scheme_after, count, error in layers
     ]
-    others = f" {', '.join(readers)} read this format too." if readers else ""
+    other_readers = f" {', '.join(readers)} read this format too." if readers else ""
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {Path(source).name}, as {form}",
         f"Converted from `{Path(source).name}` by compress {__version__}, without calibration. The compressed layers "
         "were read back and compared before this card was written.",
         f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}",
-        f'## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n{others}'.rstrip(),
+        '## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n' + other_readers,
     ]
-    write_text(folder / FILE, "\n\n".join(parts) + "\n")
+    write_text(folder / FILE, "\n\n".join(parts).rstrip() + "\n")
 
 
 def base_metadata(source: str) -> dict[str, Any]:
-    """License and language from the card in the folder of the base model; empty if there is no card with metadata.
+    """Read license and language from the card of the base model; empty if there is no card with metadata.
 
     A model of the hub was fetched for the run; its folder in the cache is used.
     """
@@ -175,10 +181,10 @@ def base_metadata(source: str) -> dict[str, Any]:
         return {}
     front = re.match(r"---\n(.*?)^---$", text, re.DOTALL | re.MULTILINE)
     try:
-        found = plain_values(front[1]) if front else None
+        metadata = plain_values(front[1]) if front else None
     except (yaml.YAMLError, ValueError):
         return {}
-    return {key: found[key] for key in INHERITED if key in found} if isinstance(found, dict) else {}
+    return {key: metadata[key] for key in INHERITED if key in metadata} if isinstance(metadata, dict) else {}
 
 
 def _on_hub(source: str) -> bool:

@@ -93,7 +93,7 @@ class Chart(PageBlock):
     @property
     def size(self) -> tuple[float, float]:
         """Width and height of the axes in pixels."""
-        return 250, 120
+        return 270, 130
 
     @property
     def margins(self) -> Margins:
@@ -159,20 +159,21 @@ def _svg(charts: Sequence[Chart], columns: int, label: str, standalone: bool) ->
     cell_width = max(chart.width for chart in charts)
     heights = [title_height + max(chart.height for chart in row) for row in rows]
     width, height = math.ceil(cell_width * min(columns, len(charts))), math.ceil(sum(heights))
-    defaults: dict[Any, Any] = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with matplotlib.rc_context(defaults | DEFAULTS), warnings.catch_warnings():
+    defaults: dict[Any, Any] = {**matplotlib.rcParamsDefault, **DEFAULTS}
+    del defaults["backend"]
+    with matplotlib.rc_context(defaults), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a browser has other fonts
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor=PAGE if standalone else "none")
         for i, row in enumerate(rows):
             for j, chart in enumerate(row):
-                left, top = cell_width * j, sum(heights[:i])
+                x, top = cell_width * j, sum(heights[:i])
                 if standalone:
                     title = shortened(chart.title, chart.width - 20)
                     y = 1 - (top + 18) / height
-                    figure.text((left + 10) / width, y, title, weight="bold", color=TEXT, size=12)
+                    figure.text((x + 10) / width, y, title, weight="bold", color=TEXT, size=12)
                 plot_width, plot_height = chart.size
                 bottom = height - top - title_height - chart.margins.top - plot_height
-                corner = (left + chart.margins.left) / width, bottom / height
+                corner = (x + chart.margins.left) / width, bottom / height
                 axes = figure.add_axes((*corner, plot_width / width, plot_height / height), facecolor="none")
                 axes.spines[:].set_visible(False)
                 axes.tick_params(length=0, labelcolor=QUIET, labelsize=10, pad=6)
@@ -270,8 +271,8 @@ class LineChart(Chart):
                 text = f"{TITLE}{line.name}, {self.x_name} {x:g}: {number(y)}"
                 axes.plot([x], [y], "o", markersize=4, color=color, gid=text)
             if len(self.lines) > 1:
-                where = (1, 1), (-right, 10), "axes fraction", "offset points"
-                axes.annotate(line.name, *where, ha="right", color=color, weight="bold", size=10)
+                place = (1, 1), (-right, 10), "axes fraction", "offset points"
+                axes.annotate(line.name, *place, ha="right", color=color, weight="bold", size=10)
                 right += CHARACTER * len(line.name) + 14
         axes.margins(x=0, y=0.08)
         axes.grid(axis="y", color=RULE, linewidth=1)
@@ -294,13 +295,13 @@ class HistogramChart(Chart):
     x_name: str
 
     def draw(self, axes: Axes) -> None:
-        before, after = self.histogram.before, self.histogram.after
-        limit, count = self.histogram.limit, len(before)
+        counts_before, counts_after = self.histogram.before, self.histogram.after
+        limit, count = self.histogram.limit, len(counts_before)
         edges = [limit * (2 * i / count - 1) for i in range(count + 1)]
-        axes.stairs([math.log1p(n) for n in before], edges, fill=True, color=AREA)
+        axes.stairs([math.log1p(n) for n in counts_before], edges, fill=True, color=AREA)
         if self.histogram.changed:
-            axes.stairs([math.log1p(n) for n in after], edges, color=MAIN, linewidth=1.3)
-        most = max([*before, *after, 1])
+            axes.stairs([math.log1p(n) for n in counts_after], edges, color=MAIN, linewidth=1.3)
+        most = max([*counts_before, *counts_after, 1])
         powers = [10**i for i in range(2, math.ceil(math.log10(most)) + 1, 2) if 10**i <= most]
         axes.set_yticks([0, *(math.log1p(power) for power in powers)], ["0", *(f"{power:,}" for power in powers)])
         axes.set_xticks([-limit, 0, limit], [f"−{number(limit)}", "0", number(limit)])
@@ -310,8 +311,8 @@ class HistogramChart(Chart):
         _name_axes(axes, self.x_name, "values per bin")
         names = (("after", MAIN), ("before", QUIET)) if self.histogram.changed else (("unchanged", QUIET),)
         for i, (name, color) in enumerate(names):
-            where = (1, 1), (-44 * i, 10), "axes fraction", "offset points"
-            axes.annotate(name, *where, ha="right", color=color, weight="bold", size=10)
+            place = (1, 1), (-44 * i, 10), "axes fraction", "offset points"
+            axes.annotate(name, *place, ha="right", color=color, weight="bold", size=10)
 
 
 @dataclass(frozen=True)
@@ -363,23 +364,23 @@ class IntervalChart(Chart):
 
     @property
     def size(self) -> tuple[float, float]:
-        return 330, 44 * len(self.rows)
+        return 390, 46 * len(self.rows)
 
     @property
     def margins(self) -> Margins:
-        return Margins(210, 200, 24, 40)
+        return Margins(200, 260, 26, 40)
 
     def draw(self, axes: Axes) -> None:
         axes.axvline(0, color=QUIET, linewidth=1)
         for i, row in enumerate(self.rows):
-            color, name_y = TONES[row.tone], 7 if row.note else 0
+            color, name_y = TONES[row.tone], 8 if row.note else 0
             for x, (dx, dy), text, text_color, size in (
-                (0, (-200, name_y), shortened(row.name, 190), TEXT, 11),
-                (0, (-200, -8), shortened(row.note, 210), QUIET, 10),
-                (1, (14, 0), row.text, color, 11),
+                (0, (-198, name_y), shortened(row.name, 190), TEXT, 12),
+                (0, (-198, -8), shortened(row.note, 210), QUIET, 10),
+                (1, (14, 0), row.text, color, 12),
             ):
-                where = (x, i), (dx, dy), ("axes fraction", "data"), "offset points"
-                axes.annotate(text, *where, va="center", color=text_color, size=size)
+                place = (x, i), (dx, dy), ("axes fraction", "data"), "offset points"
+                axes.annotate(text, *place, va="center", color=text_color, size=size)
             if row.low is not None and row.high is not None:
                 axes.plot([row.low, row.high], [i] * 2, color=color, linewidth=2.5)
             axes.plot([row.value], [i], "o", color=color, markersize=8, gid=f"{TITLE}{row.name}: {row.text}")
@@ -513,8 +514,8 @@ class ScatterChart(Chart):
             axes.plot([point.x] * 2, [point.y - point.error, point.y + point.error], color=color)
             axes.plot([point.x], [point.y], "o", markersize=8, color=color, gid=TITLE + point.text)
             side: Literal["left", "right"] = "right" if point.x > 0.7 * right else "left"
-            where = (point.x, point.y), (-9 if side == "right" else 9, 6), "data", "offset points"
-            axes.annotate(shortened(point.name, 220), *where, ha=side, color=TEXT)
+            place = (point.x, point.y), (-9, -15) if side == "right" else (9, 6), "data", "offset points"
+            axes.annotate(shortened(point.name, 220), *place, ha=side, color=TEXT)
         axes.axhline(0, color=QUIET, linewidth=1)
         axes.margins(y=0.1)
         axes.set_xlim(0, right)

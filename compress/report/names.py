@@ -9,5 +9,5 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def short_name(source: str) -> str:
-    """The last part of a path; a hub id as it is."""
+    """Return the last part of a path; a hub id as it is."""
     return source if HUB_ID.fullmatch(source) else Path(source).name or source

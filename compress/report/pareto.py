@@ -165,7 +165,7 @@ def front(variants: Sequence[Variant]) -> list[bool]:
         no_worse = a.size_bytes <= b.size_bytes and a.loss <= b.loss
         return no_worse and (a.size_bytes < b.size_bytes or a.loss < b.loss)
 
-    return [not any(dominates(other, variant) for other in variants) for variant in variants]
+    return [not any(dominates(rival, variant) for rival in variants) for variant in variants]
 
 
 def rows(variants: Sequence[Variant]) -> list[tuple[str, ...]]:
@@ -199,7 +199,7 @@ def verdict(variant: Variant) -> str:
     return of_loss(variant.smaller, variant.loss, variant.loss_stderr)
 
 
-def chart(variants: Sequence[Variant], title: str = "") -> ScatterChart:
+def chart(variants: Sequence[Variant], title: str) -> ScatterChart:
     """Draw the loss of each variant over its size, with standard errors; a line joins the Pareto front."""
     points = [
         Point(
@@ -228,7 +228,7 @@ def html(variants: Sequence[Variant]) -> str:
     text = f"Measured on {variants[0].text}. Bars are one standard error; the line joins the Pareto front."
     table = TextTable(*without_empty_columns(head(variants), rows(variants)))
     parts = [
-        PageSection("plot", "", [Prose(text), chart(variants)]),
+        PageSection("plot", "", [Prose(text), chart(variants, "Size and quality")]),
         PageSection("verdicts", "Verdicts", [sentences]),
         PageSection("table", "Table", [table]),
     ]

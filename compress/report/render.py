@@ -22,9 +22,11 @@ def html(result: RunResult) -> str:
     """Render a result as one HTML page; every figure comes from report.json. The first section has no heading."""
     ordered = sorted(SECTIONS.items(), key=lambda item: item[1].order)
     contents = [(key, kind.title, kind().blocks(result)) for key, kind in ordered]
-    (key, _, blocks), *others = [content for content in contents if content[2]]
+    (key, _, blocks), *remaining = [content for content in contents if content[2]]
     title = f"{short_name(result.model.source)}, compressed"
-    return page(title, _subtitle(result), [PageSection(key, "", blocks), *(PageSection(*other) for other in others)])
+    return page(
+        title, _subtitle(result), [PageSection(key, "", blocks), *(PageSection(*content) for content in remaining)]
+    )
 
 
 def _subtitle(result: RunResult) -> str:

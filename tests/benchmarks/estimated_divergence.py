@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compress import load
-from compress.evaluate.divergence import SAMPLES, Kept
+from compress.evaluate.divergence import SAMPLES, SampledDistribution
 from compress.numerics.statistics import ratio
 
 TOP_K = 128
@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     ids = torch.from_numpy(np.load(arguments.ids).astype(np.int64))[: arguments.windows, : arguments.length]
     base = logits_of(arguments.base, ids)
-    kept = [Kept.of(logits, TOP_K, seed=i) for i, logits in enumerate(base)]
+    kept = [SampledDistribution.of(logits, TOP_K, seed=i) for i, logits in enumerate(base)]
     for variant in arguments.variants:
         print(json.dumps({"variant": Path(variant).name, **compared(base, kept, logits_of(variant, ids))}), flush=True)
 
@@ -49,7 +49,7 @@ def logits_of(source: str, ids: Tensor) -> list[Tensor]:
     return [model(input_ids=row[None], use_cache=False).logits[0, :-1].float() for row in ids]
 
 
-def compared(base: list[Tensor], kept: list[Kept], variant: list[Tensor]) -> dict[str, float]:
+def compared(base: list[Tensor], kept: list[SampledDistribution], variant: list[Tensor]) -> dict[str, float]:
     exact, estimated, drawing = [], [], []
     for wanted, known, found in zip(base, kept, variant, strict=True):
         p, q = wanted.double().log_softmax(-1), found.double().log_softmax(-1)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from compress.evaluate.divergence import SAMPLES, Kept, summarized
+from compress.evaluate.divergence import SAMPLES, SampledDistribution, summarized
 
 
 def logits(seed, rows=64, vocabulary=200, scale=3.0):
@@ -20,7 +20,7 @@ def full_kl(base, other):
 
 def test_with_all_tokens_it_is_the_whole_divergence():
     base, other = logits(0), logits(0) + 0.3 * logits(1)
-    found, _ = Kept.of(base, 200).divergence(other)
+    found, _ = SampledDistribution.of(base, 200).divergence(other)
     # only the rounding of the base's log-probabilities to 16 bits is left: 2^-11 relative, times |log p - log q|
     assert torch.allclose(found, full_kl(base, other), atol=2e-3, rtol=2e-3)
 
@@ -29,7 +29,7 @@ def test_with_all_tokens_it_is_the_whole_divergence():
 def test_with_some_tokens_it_is_an_unbiased_estimate(top_k):
     base = logits(0, rows=2000)
     other = base + 0.5 * logits(1, rows=2000)
-    found, whole = Kept.of(base, top_k).divergence(other)[0], full_kl(base, other)
+    found, whole = SampledDistribution.of(base, top_k).divergence(other)[0], full_kl(base, other)
     error = (found - whole).std() / len(whole) ** 0.5
     assert abs(float((found - whole).mean())) < 4 * float(error) + 1e-3  # 1e-3: log-probabilities have 16 bits
     assert float(error) < 0.02 * float(whole.mean())
@@ -38,27 +38,29 @@ def test_with_some_tokens_it_is_an_unbiased_estimate(top_k):
 def test_more_tokens_leave_less_to_chance():
     base = logits(0)
     other = base + 0.5 * logits(1)
-    spread = [float((Kept.of(base, k).divergence(other)[0] - full_kl(base, other)).std()) for k in (1, 16, 128)]
+    spread = [
+        float((SampledDistribution.of(base, k).divergence(other)[0] - full_kl(base, other)).std()) for k in (1, 16, 128)
+    ]
     assert spread == sorted(spread, reverse=True)
 
 
 def test_a_model_does_not_diverge_from_itself():
     base = logits(0)
-    found, same = Kept.of(base, 16).divergence(base)
+    found, same = SampledDistribution.of(base, 16).divergence(base)
     assert float(found.abs().max()) < 5e-3 and abs(float(found.mean())) < 5e-4 and bool(same.all())
 
 
 def test_agreement_is_that_of_the_first_tokens():
     base = torch.tensor([[5.0, 1.0, 0.0], [0.0, 4.0, 1.0]])
-    _, same = Kept.of(base, 2).divergence(torch.tensor([[3.0, 2.0, 2.5], [3.0, 2.0, 2.5]]))
+    _, same = SampledDistribution.of(base, 2).divergence(torch.tensor([[3.0, 2.0, 2.5], [3.0, 2.0, 2.5]]))
     assert same.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("vocabulary", [100, 70000])
 def test_kept_tokens_come_back_from_disk(vocabulary, tmp_path):
-    kept = Kept.of(logits(2, rows=3, vocabulary=vocabulary), 8)
+    kept = SampledDistribution.of(logits(2, rows=3, vocabulary=vocabulary), 8)
     kept.save(tmp_path / "kept.safetensors")
-    again = Kept.load(tmp_path / "kept.safetensors")
+    again = SampledDistribution.load(tmp_path / "kept.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
     ids = 2 if vocabulary < 1 << 16 else 4
     tensors = 3 * (8 + SAMPLES) * (ids + 2) + 3 * 2
@@ -67,20 +69,20 @@ def test_kept_tokens_come_back_from_disk(vocabulary, tmp_path):
 
 def test_chunks_are_kept_as_the_rows_of_each():
     base = logits(3, rows=10)
-    found = Kept.in_chunks(base, 8, rows=4)
-    wanted = [Kept.of(part, 8, seed=i) for i, part in enumerate(base.split(4))]
+    found = SampledDistribution.in_chunks(base, 8, rows=4)
+    wanted = [SampledDistribution.of(part, 8, seed=i) for i, part in enumerate(base.split(4))]
     assert all(torch.equal(a, torch.cat(parts)) for a, parts in zip(found, zip(*wanted, strict=True), strict=True))
 
 
 ALLOCATED = """
 import torch
 from compress.passes.contract.memory import PeakMemory
-from compress.evaluate.divergence import Kept
+from compress.evaluate.divergence import SampledDistribution
 base = torch.randn(1, 1 << 18).expand(192, -1)
 with PeakMemory() as nothing:
     pass
 with PeakMemory() as found:
-    Kept.in_chunks(base, 64, rows=16)
+    SampledDistribution.in_chunks(base, 64, rows=16)
 print(found.peak_bytes - nothing.peak_bytes)
 """
 
@@ -95,7 +97,7 @@ def test_many_chunks_take_the_memory_of_one():
 def test_certain_predictions_stay_finite():
     base = torch.full((1, 50), -1e4)
     base[0, 3] = 1e4
-    found, same = Kept.of(base, 50).divergence(base)
+    found, same = SampledDistribution.of(base, 50).divergence(base)
     assert float(found) == pytest.approx(0, abs=1e-3) and bool(same)
 
 

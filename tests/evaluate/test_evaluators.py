@@ -47,7 +47,7 @@ def measured(pico_model, pico_ids, pico, monkeypatch):
     context = EvaluationContext(Run(), "base", *given, settings=Evaluate(generation=True, speed=True))
     base = measure_all(pico_model, context)
     model = apply(pico_model, steps, pico_ids)
-    compressed = measure_all(model, replace(context, which="compressed"))
+    compressed = measure_all(model, replace(context, role="compressed"))
     return base, compressed
 
 

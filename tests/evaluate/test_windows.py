@@ -89,7 +89,7 @@ def test_windows_that_are_kept_are_not_computed_again(pico_model, pico_ids, tmp_
 
 
 def test_the_divergence_of_a_window_is_that_of_its_logits(pico_model, tiny, pico_ids, tmp_path):
-    base = WindowTask(top_k=64, base=tmp_path / "kept", which="base")
+    base = WindowTask(top_k=64, base=tmp_path / "kept", role="base")
     measure_windows(pico_model, pico_ids[:2], base, Results(None))
     other = WindowTask(top_k=64, base=tmp_path / "kept")
     [same, _] = measure_windows(pico_model, pico_ids[:2], other, Results(None))

@@ -111,7 +111,7 @@ def test_size_and_quality_by_hand(report):
 
 
 def test_perplexity_of_masked_tokens_is_called_so(report):
-    report["perplexity"][0]["base"]["of"] = "masked tokens"
+    report["perplexity"][0]["compressed"]["of"] = "masked tokens"
     assert summary(report)[2][0] == "perplexity of masked tokens, a (2 x 8 tokens)"
 
 

@@ -30,7 +30,7 @@ class ToyCount(Evaluator):
     dtypes: bool = False
 
     def measure(self, model, context):
-        return {"tensors": len(model.state_dict()), "which": context.which, "texts": sorted(context.texts)}
+        return {"tensors": len(model.state_dict()), "which": context.role, "texts": sorted(context.texts)}
 
     def summary(self, result):
         return [("tensors", str(result["base"]["tensors"]), str(result["compressed"]["tensors"]), "")]

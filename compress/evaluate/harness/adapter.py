@@ -1,4 +1,4 @@
-"""The model as an LM of lm-eval: its prompts and tokens are those of lm-eval's own backend, its forward passes ours."""
+"""The model as an LM of lm-eval: prompts and tokens by lm-eval's own backend, forward passes by a `Scorer`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from compress.evaluate.harness.scoring import Answer, Request, Scorer
 from compress.evaluate.store import Results, digest_of
 
 Progress = Callable[[int, int], None]
-GENERATED = 16  # answers that are generated before they are written to disk
+GENERATED = 16  # number of generated answers that are written to disk together
 
 
 class Backend:
-    """Answers the requests of lm-eval from kept results and by a `Scorer`."""
+    """Answers the requests of lm-eval from stored results and by a `Scorer`."""
 
     def __init__(self, scorer: Scorer, results: Results, progress: Progress) -> None:
         self._scorer, self._results, self.progress = scorer, results, progress
 
     def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        """The answers to requests of token ids; those that are kept are not computed again."""
+        """Answer requests of token ids; stored answers are not computed again."""
 
         def compute(missing: list[Request]) -> None:
-            done = 0
+            count = 0
             for batch in self._scorer.score(missing):
                 self._results.put((key(missing[index]), list(answer)) for index, answer in batch)
-                done += len(batch)
-                self.progress(done, len(missing))
+                count += len(batch)
+                self.progress(count, len(missing))
 
         def key(request: Request) -> str:
             return digest_of("loglikelihood", request.context, request.continuation)
@@ -44,16 +44,21 @@ class Backend:
 
     @property
     def truncated(self) -> int:
-        """The number of requests that lost their beginning."""
+        """The number of requests whose beginning was cut off."""
         return self._scorer.truncated
 
     def texts(self, arguments: Sequence[Any], generate: Callable[[list[Any]], list[str]]) -> list[str]:
-        """Generated texts by (context, options); generate: computes some of them."""
+        """Answer requests (context, options) of generated texts.
+
+        Args:
+            arguments: The requests.
+            generate: Generates the texts of some requests.
+        """
 
         def compute(missing: list[Any]) -> None:
             for start in range(0, len(missing), GENERATED):
-                some = missing[start : start + GENERATED]
-                self._results.put((key(args), text) for args, text in zip(some, generate(some), strict=True))
+                chunk = missing[start : start + GENERATED]
+                self._results.put((key(args), text) for args, text in zip(chunk, generate(chunk), strict=True))
                 self.progress(min(start + GENERATED, len(missing)), len(missing))
 
         def key(args: Any) -> str:
@@ -69,7 +74,18 @@ def harness_model(
     progress: Progress,
     note: Callable[[str], None],
 ) -> Any:
-    """An `lm_eval.api.model.LM` of a model. Raises ModelError when the package lm-eval is not installed."""
+    """Wrap a model as an `lm_eval.api.model.LM`.
+
+    Args:
+        model: Model to evaluate.
+        tokenizer: Its tokenizer.
+        results: Stored results.
+        progress: Is called with (number of answers, number of requests).
+        note: Receives notes.
+
+    Raises:
+        ModelError: if the package lm-eval is not installed.
+    """
     base, instance = _lm_eval()
 
     class Harness(base):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
@@ -93,15 +109,15 @@ def harness_model(
             items = self.items if len(self.items) == len(requests) else range(len(requests))
             return self.answers.loglikelihoods(
                 [
-                    Request(item, tuple(context), tuple(rest))
-                    for item, (_, context, rest) in zip(items, requests, strict=True)
+                    Request(item, tuple(context), tuple(continuation))
+                    for item, (_, context, continuation) in zip(items, requests, strict=True)
                 ]
             )
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
-            def generate(some: list[Any]) -> list[str]:
-                made = [instance("generate_until", {}, tuple(args), 0) for args in some]
-                return base.generate_until(self, made, disable_tqdm=True)
+            def generate(arguments: list[Any]) -> list[str]:
+                instances = [instance("generate_until", {}, tuple(args), 0) for args in arguments]
+                return base.generate_until(self, instances, disable_tqdm=True)
 
             return self.answers.texts([request.args for request in requests], generate)
 
@@ -124,12 +140,12 @@ def _lm_eval() -> tuple[Any, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let only errors of lm-eval reach the log, and none of its progress bars the screen."""
+    """Show only errors of lm-eval, and no progress bars."""
     logger = logging.getLogger("lm_eval")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)

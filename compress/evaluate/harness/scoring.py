@@ -2,7 +2,7 @@
 
 The choices of a multiple-choice item begin with the same tokens. Items with prefixes of similar length are computed
 together in two steps, without padding of the prefix: their first tokens, as many as the shortest prefix has, fill the
-KV cache, and the remaining tokens of every choice continue it. Only positions that are asked for reach the output head.
+KV cache, and the remaining tokens of every choice continue it. Only requested positions reach the LM head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ TOLERANCE_16 = 5e-2  # in 16-bit floats
 
 
 class Request(NamedTuple):
-    """A continuation whose loglikelihood is asked for. item: requests with one item share their prefix."""
+    """A continuation whose loglikelihood is requested.
+
+    Attributes:
+        item: Requests with the same item share their prefix.
+        context: Token ids before the continuation.
+        continuation: Token ids.
+    """
 
     item: Any
     context: Tokens
@@ -50,19 +56,31 @@ class Answer(NamedTuple):
 
 @dataclass
 class Input:
-    """A distinct input of the model. start: the first position whose logits are asked for."""
+    """A distinct input of the model.
+
+    Attributes:
+        tokens: Token ids.
+        start: First position whose logits are requested.
+        requests: Indices of the requests that it answers.
+    """
 
     tokens: Tokens
     start: int
-    asked: list[int] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Scorer:
     """Computes answers with one model.
 
-    longest: tokens that the model can read; longer inputs lose their beginning. batch_tokens: of one forward pass.
-    shares: whether prefixes are shared; it turns off with a note where the results differ from those without.
+    Attributes:
+        model: The model.
+        longest: Number of tokens that the model can read; the beginning of longer inputs is cut off.
+        batch_tokens: Tokens of one forward pass.
+        note: Receives notes.
+        shares: Whether prefixes are shared; it turns off with a note if that changes the results.
+        proven: Whether results with shared prefixes were compared with those without.
+        truncated: Number of inputs whose beginning was cut off.
     """
 
     model: PreTrainedModel
@@ -74,22 +92,29 @@ class Scorer:
     truncated: int = 0
 
     def score(self, requests: Sequence[Request]) -> Iterator[list[tuple[int, Answer]]]:
-        """The answers with the indices of their requests, after each batch. Raises NumericError for NaN logits."""
+        """Compute answers.
+
+        Yields:
+            Pairs (index of the request, answer) of each batch.
+
+        Raises:
+            NumericError: for logits that are NaN.
+        """
         groups = self._inputs(requests)
         answers: list[tuple[int, Answer]] = []
 
-        def take(one: Input, logs: Logs) -> None:
-            answers.extend((index, answer(requests[index], logs)) for index in one.asked)
+        def take(entry: Input, logs: Logs) -> None:
+            answers.extend((index, answer(requests[index], logs)) for index in entry.requests)
 
         if self.shares and not self.proven:
-            tried = sorted((g for g in groups if common(g) >= SHORTEST), key=lambda g: -len(g))[:PROBED]
-            self.proven = bool(tried)
-            self.shares = self._proven(tried, take)
+            probed_groups = sorted((g for g in groups if common(g) >= SHORTEST), key=lambda g: -len(g))[:PROBED]
+            self.proven = bool(probed_groups)
+            self.shares = self._proven(probed_groups, take)
             yield answers
-            groups, answers = [group for group in groups if not any(group is one for one in tried)], []
+            groups, answers = [group for group in groups if not any(group is entry for entry in probed_groups)], []
         shared = [group for group in groups if self.shares and common(group) >= SHORTEST]
-        alone = [one for group in groups if not (self.shares and common(group) >= SHORTEST) for one in group]
-        for batch in by_tokens(sorted(alone, key=lambda one: -len(one.tokens)), self.batch_tokens):
+        alone = [entry for group in groups if not (self.shares and common(group) >= SHORTEST) for entry in group]
+        for batch in by_tokens(sorted(alone, key=lambda entry: -len(entry.tokens)), self.batch_tokens):
             self._plain(batch, take)
             yield answers
             answers = []
@@ -100,53 +125,58 @@ class Scorer:
 
     def _inputs(self, requests: Sequence[Request]) -> list[list[Input]]:
         """The distinct inputs of each item."""
-        known: dict[tuple[Any, Tokens], Input] = {}
+        input_by_key: dict[tuple[Any, Tokens], Input] = {}
         groups: dict[Any, list[Input]] = defaultdict(list)
         for index, request in enumerate(requests):
-            whole = request.context + request.continuation
-            self.truncated += len(whole) > self.longest + 1
-            tokens = whole[-(self.longest + 1) :][:-1]
+            all_tokens = request.context + request.continuation
+            self.truncated += len(all_tokens) > self.longest + 1
+            tokens = all_tokens[-(self.longest + 1) :][:-1]
             start = len(tokens) - len(request.continuation)
             key = (request.item, tokens)
-            if key not in known:
-                known[key] = Input(tokens, start)
-                groups[request.item].append(known[key])
-            known[key].start = min(known[key].start, start)
-            known[key].asked.append(index)
+            if key not in input_by_key:
+                input_by_key[key] = Input(tokens, start)
+                groups[request.item].append(input_by_key[key])
+            input_by_key[key].start = min(input_by_key[key].start, start)
+            input_by_key[key].requests.append(index)
         return list(groups.values())
 
     def _plain(self, batch: Sequence[Input], take: Callable[[Input, Logs], None]) -> None:
-        """Inputs side by side, padded at their end: a causal model does not see what follows."""
-        ids = padded([one.tokens for one in batch])
-        places = [(row, slice(one.start, len(one.tokens))) for row, one in enumerate(batch)]
+        """Compute inputs as one batch, padded at their end: a causal model does not see what follows."""
+        ids = padded([entry.tokens for entry in batch])
+        places = [(row, slice(entry.start, len(entry.tokens))) for row, entry in enumerate(batch)]
         logits = self._logits(ids, places, **without_cache(self.model))
-        for one, logs in zip(batch, logits, strict=True):
-            take(one, logs)
+        for entry, logs in zip(batch, logits, strict=True):
+            take(entry, logs)
 
     def _shared(self, groups: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> None:
-        """Items that begin with prefixes of one length: prefixes first, then the rest of every input."""
+        """Compute items that begin with prefixes of one length: prefixes first, then the remaining tokens of every input."""
         length = min(common(group) for group in groups)
         prefixes = torch.tensor([group[0].tokens[:length] for group in groups])
-        starts = [min(min(one.start for one in group), length) for group in groups]
+        starts = [min(min(entry.start for entry in group), length) for group in groups]
         cache: list[Any] = []
-        first = self._logits(
+        prefix_logits = self._logits(
             prefixes, [(row, slice(start, length)) for row, start in enumerate(starts)], cache, use_cache=True
         )
-        after: dict[int, Logs] = {}
-        rows = {id(one): row for row, group in enumerate(groups) for one in group}
-        rest = sorted((o for group in groups for o in group if len(o.tokens) > length), key=lambda o: -len(o.tokens))
-        for batch in by_padding(rest, length, self.call_tokens):
+        logits_by_input: dict[int, Logs] = {}
+        rows = {id(entry): row for row, group in enumerate(groups) for entry in group}
+        remaining = sorted(
+            (entry for group in groups for entry in group if len(entry.tokens) > length),
+            key=lambda entry: -len(entry.tokens),
+        )
+        for batch in by_padding(remaining, length, self.call_tokens):
             selected = copy.deepcopy(cache[0])
-            selected.batch_select_indices(torch.tensor([rows[id(one)] for one in batch], device=self.model.device))
-            ids = padded([one.tokens[length:] for one in batch])
-            places = [(i, slice(max(o.start - length, 0), len(o.tokens) - length)) for i, o in enumerate(batch)]
+            selected.batch_select_indices(torch.tensor([rows[id(entry)] for entry in batch], device=self.model.device))
+            ids = padded([entry.tokens[length:] for entry in batch])
+            places = [
+                (i, slice(max(entry.start - length, 0), len(entry.tokens) - length)) for i, entry in enumerate(batch)
+            ]
             logits = self._logits(ids, places, past_key_values=selected, use_cache=True)
-            after |= {id(one): logs for one, logs in zip(batch, logits, strict=True)}
+            logits_by_input |= {id(entry): logs for entry, logs in zip(batch, logits, strict=True)}
         for row, group in enumerate(groups):
-            for one in group:
-                parts = [first[row][max(one.start - starts[row], 0) :]] if one.start < length else []
-                parts += [after[id(one)]] if id(one) in after else []
-                take(one, torch.cat(parts))
+            for entry in group:
+                parts = [prefix_logits[row][max(entry.start - starts[row], 0) :]] if entry.start < length else []
+                parts += [logits_by_input[id(entry)]] if id(entry) in logits_by_input else []
+                take(entry, torch.cat(parts))
 
     @property
     def call_tokens(self) -> int:
@@ -155,34 +185,34 @@ class Scorer:
 
     @torch.no_grad()
     def _logits(
-        self, ids: Tensor, places: Sequence[tuple[int, slice]], cache: list[Any] | None = None, **asked: Any
+        self, ids: Tensor, places: Sequence[tuple[int, slice]], cache: list[Any] | None = None, **options: Any
     ) -> list[Tensor]:
-        """The logits at some places (row, positions) of a batch. cache: receives the KV cache."""
-        rows = torch.cat([torch.full((at.stop - at.start,), row) for row, at in places])
-        columns = torch.cat([torch.arange(at.start, at.stop) for _, at in places])
+        """Compute the logits at some places (row, positions) of a batch; the KV cache is appended to `cache`."""
+        rows = torch.cat([torch.full((positions.stop - positions.start,), row) for row, positions in places])
+        columns = torch.cat([torch.arange(positions.start, positions.stop) for _, positions in places])
         with selecting(self.model, rows, columns) as selected:
-            output = self.model(input_ids=ids.to(self.model.device), **asked)
+            output = self.model(input_ids=ids.to(self.model.device), **options)
         if cache is not None:
             cache.append(output.past_key_values)
         logits = output.logits[0] if selected() else output.logits[rows, columns]
         if bool(logits.isnan().any()):
             raise NumericError("the model's logits are NaN; evaluate it with --dtype float32, or write it again")
-        return list(logits.split([at.stop - at.start for _, at in places]))
+        return list(logits.split([positions.stop - positions.start for _, positions in places]))
 
-    def _proven(self, tried: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> bool:
-        """Whether some items give the same logits with and without a shared prefix. take: gets those without."""
+    def _proven(self, groups: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> bool:
+        """Return whether items have the same logits with and without a shared prefix; `take` receives those without."""
         plain: dict[int, Tensor] = {}
         shared: dict[int, Tensor] = {}
 
-        def keep(one: Input, logs: Logs) -> None:
-            plain[id(one)] = logs
-            take(one, logs)
+        def keep(entry: Input, logs: Logs) -> None:
+            plain[id(entry)] = logs
+            take(entry, logs)
 
-        for group in tried:
+        for group in groups:
             self._plain(group, keep)
-        for group in tried:
+        for group in groups:
             try:
-                self._shared([group], lambda one, logs: shared.update({id(one): logs}))
+                self._shared([group], lambda entry, logs: shared.update({id(entry): logs}))
             except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
                 self.note(f"prefixes are not shared: the model's cache cannot be used ({type(error).__name__})")
                 return False
@@ -199,49 +229,51 @@ class Scorer:
 
 
 def answer(request: Request, logits: Logs) -> Answer:
-    """The answer to a request from the logits that end with those of its continuation."""
+    """Compute the answer to a request from the logits that end with those of its continuation."""
     targets = torch.tensor(request.continuation, device=logits.device)
     logs = logits[-len(targets) :].float().log_softmax(-1)
     return Answer(float(logs.gather(-1, targets[:, None]).sum()), bool((logs.argmax(-1) == targets).all()))
 
 
 def common(group: Sequence[Input]) -> int:
-    """The length of the common prefix of the inputs of an item; 0 for one input."""
+    """Return the length of the common prefix of the inputs of an item; 0 for one input."""
     if len(group) < 2:
         return 0
-    first, last = min(one.tokens for one in group), max(one.tokens for one in group)
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    smallest, largest = min(entry.tokens for entry in group), max(entry.tokens for entry in group)
+    return next(
+        (i for i, (a, b) in enumerate(zip(smallest, largest, strict=False)) if a != b), min(len(smallest), len(largest))
+    )
 
 
-def by_tokens(inputs: Sequence[Input], most: int) -> Iterator[list[Input]]:
-    """Batches of inputs in descending order of length, at most so many tokens with their padding."""
+def by_tokens(inputs: Sequence[Input], max_tokens: int) -> Iterator[list[Input]]:
+    """Yield batches of inputs in descending order of length, with at most `max_tokens` tokens including padding."""
     batch: list[Input] = []
-    for one in inputs:
-        if batch and (len(batch) + 1) * len(batch[0].tokens) > most:
+    for entry in inputs:
+        if batch and (len(batch) + 1) * len(batch[0].tokens) > max_tokens:
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(entry)
     if batch:
         yield batch
 
 
 def by_padding(inputs: Sequence[Input], length: int, call: int) -> Iterator[list[Input]]:
-    """Batches of inputs in descending order of length, after a prefix of a length.
+    """Yield batches of inputs in descending order of length, after a prefix of a length.
 
     A batch ends where the padding of one more input costs more than another forward pass.
     """
     batch: list[Input] = []
-    for one in inputs:
-        if batch and len(batch[0].tokens) - len(one.tokens) > max(call // 4, 1):
+    for entry in inputs:
+        if batch and len(batch[0].tokens) - len(entry.tokens) > max(call // 4, 1):
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(entry)
     if batch:
         yield batch
 
 
-def by_prefix(groups: Sequence[list[Input]], most: int, call: int) -> Iterator[list[list[Input]]]:
-    """Batches of items with common prefixes of similar length; the tokens in the cache stay below `most`.
+def by_prefix(groups: Sequence[list[Input]], max_tokens: int, call: int) -> Iterator[list[list[Input]]]:
+    """Yield batches of items with common prefixes of similar length, with at most `max_tokens` tokens in the cache.
 
     All items of a batch share as many tokens as the item with the shortest prefix; the others compute the rest of their
     prefix for each choice. A batch ends where that costs more than the two forward passes of another batch.
@@ -249,9 +281,9 @@ def by_prefix(groups: Sequence[list[Input]], most: int, call: int) -> Iterator[l
     batch: list[list[Input]] = []
     size = rows = 0
     for group in sorted(groups, key=lambda group: -common(group)):
-        tokens = len(group) * max(len(one.tokens) for one in group)
+        tokens = len(group) * max(len(entry.tokens) for entry in group)
         waste = (common(batch[-1]) - common(group)) * rows if batch else 0
-        if batch and (size + tokens > most or waste > 2 * call):
+        if batch and (size + tokens > max_tokens or waste > 2 * call):
             yield batch
             batch, size, rows = [], 0, 0
         batch.append(group)
@@ -261,14 +293,14 @@ def by_prefix(groups: Sequence[list[Input]], most: int, call: int) -> Iterator[l
 
 
 def padded(rows: Sequence[Tokens]) -> Tensor:
-    """Rows of ids as one tensor; the end of shorter rows is filled with 0."""
+    """Stack rows of ids; the end of shorter rows is filled with 0."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
 
 @contextmanager
 def selecting(model: PreTrainedModel, rows: Tensor, columns: Tensor) -> Iterator[Callable[[], bool]]:
-    """Let only some positions reach the output head; the logits are then [1, positions, vocabulary].
+    """Pass only some positions to the LM head; the logits are then [1, positions, vocabulary].
 
     Yields a function that says whether the head was reached.
     """

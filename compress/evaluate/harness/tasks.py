@@ -39,33 +39,37 @@ class TaskError(CompressError):
 def check_tasks(settings: Evaluate) -> None:
     """Check the names of tasks and the data folder before a model is loaded.
 
-    Raises RecipeError for an unknown task, a missing folder, and when lm-eval is not installed.
+    Raises:
+        RecipeError: for an unknown task, a missing folder, and if lm-eval is not installed.
     """
     if not settings.tasks:
         return
     if settings.data is not None and not Path(settings.data).is_dir():
         raise RecipeError(f"eval data: no folder {settings.data}; write the folder that holds TASK/SPLIT.parquet")
-    known = task_manager(settings).all_tasks
+    names = task_manager(settings).all_tasks
     for name in settings.tasks:
-        if name not in known and not Path(name).is_file():
-            raise RecipeError(f"eval tasks: {name!r} is not known{did_you_mean(name, known)}; or write a YAML file")
+        if name not in names and not Path(name).is_file():
+            raise RecipeError(f"eval tasks: {name!r} is not known{did_you_mean(name, names)}; or write a YAML file")
 
 
 def task_manager(settings: Evaluate) -> Any:
-    """The index of lm-eval's tasks and of the task files in the data folder. Raises RecipeError without lm-eval.
+    """Index lm-eval's tasks and the task files in the data folder.
 
-    Only of the folders of the tasks where all are plain ones: the whole index reads 14000 files.
+    If all tasks are plain ones, only their folders are read: the complete index reads 14000 files.
+
+    Raises:
+        RecipeError: if lm-eval is not installed.
     """
-    own = () if settings.data is None or not any(Path(settings.data).glob("**/*.yaml")) else (settings.data,)
-    mine = _index(own, False)
-    others = [name for name in settings.tasks if name not in mine.all_subtasks]
-    files = None if set(others) & set(mine.all_tasks) else _files_of(tuple(others))
+    data_folders = () if settings.data is None or not any(Path(settings.data).glob("**/*.yaml")) else (settings.data,)
+    own_index = _index(data_folders, False)
+    stock_names = [name for name in settings.tasks if name not in own_index.all_subtasks]
+    files = None if set(stock_names) & set(own_index.all_tasks) else _files_of(tuple(stock_names))
     if files is None:
-        return _index(own, True)
-    found = _index((*sorted({str(path.parent) for path in files.values()}), *own), False)
-    entries = found.task_index
-    same = all(name in entries and entries[name].yaml_path == path for name, path in files.items())
-    return found if same else _index(own, True)
+        return _index(data_folders, True)
+    index = _index((*sorted({str(path.parent) for path in files.values()}), *data_folders), False)
+    entries = index.task_index
+    is_complete = all(name in entries and entries[name].yaml_path == path for name, path in files.items())
+    return index if is_complete else _index(data_folders, True)
 
 
 @cache
@@ -89,31 +93,34 @@ def _lm_eval() -> Any:
 @cache
 def _files_of(names: tuple[str, ...]) -> dict[str, Path] | None:
     """The file of lm-eval that defines each task; None where there is not exactly one, as for groups and tags."""
-    found: dict[str, Path] = {}
+    file_by_name: dict[str, Path] = {}
     if not names:
-        return found
+        return file_by_name
     either = "|".join(map(re.escape, names)).encode()
     line = re.compile(rb"^[\"']?(task|group|tag)[\"']?\s*:\s*[\"']?(" + either + rb")[\"']?\s*(?:#.*)?$", re.MULTILINE)
     for path in Path(_lm_eval().__file__).parent.rglob("*.yaml"):
         for kind, name in line.findall(path.read_bytes()):
-            if kind != b"task" or name.decode() in found:
+            if kind != b"task" or name.decode() in file_by_name:
                 return None
-            found[name.decode()] = path
-    return found if len(found) == len(names) else None
+            file_by_name[name.decode()] = path
+    return file_by_name if len(file_by_name) == len(names) else None
 
 
 def local_files(name: str, data: str | None) -> dict[str, str]:
-    """The data files of a task in a folder by the option of their split; empty where the folder has none."""
+    """Find the data files of a task in a folder, by the option of their split."""
     folder = None if data is None else Path(data) / name
     if folder is None or not folder.is_dir():
         return {}
-    known = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in KINDS}
-    found = {option: next((known[stem] for stem in stems if stem in known), None) for option, stems in SPLITS.items()}
-    return {option: str(path) for option, path in found.items() if path is not None}
+    path_by_stem = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in KINDS}
+    file_by_option = {
+        option: next((path_by_stem[stem] for stem in stems if stem in path_by_stem), None)
+        for option, stems in SPLITS.items()
+    }
+    return {option: str(path) for option, path in file_by_option.items() if path is not None}
 
 
 def local_changes(files: Mapping[str, str]) -> dict[str, Any]:
-    """The options of a task that read local files instead of the hub."""
+    """Return the options of a task that read local files instead of the hub."""
     kinds = {KINDS[Path(file).suffix] for file in files.values()}
     if len(kinds) > 1:
         raise TaskError(f"files of different kinds ({', '.join(sorted(files.values()))}); keep files of one kind")
@@ -127,8 +134,11 @@ def local_changes(files: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load_tasks(name: str, manager: Any, settings: Evaluate) -> dict[str, Any]:
-    """The tasks of a name, of a group or of a YAML file, by name. Raises TaskError."""
+    """Load the tasks of a name, of a group or of a YAML file, by name.
 
+    Raises:
+        TaskError: if they cannot be loaded.
+    """
     files = local_files(name, settings.data)
 
     def load() -> dict[str, Any]:
@@ -140,9 +150,9 @@ def load_tasks(name: str, manager: Any, settings: Evaluate) -> dict[str, Any]:
                 write_text(Path(spec), yaml.safe_dump(changed))
             return dict(manager.load(spec)["tasks"])
 
-    where = "" if settings.data is None or files else f" and {Path(settings.data) / name} holds no data file of it"
+    place = "" if settings.data is None or files else f" and {Path(settings.data) / name} holds no data file of it"
     hint = f"use --data FOLDER with {name}/validation.parquet or {name}/test.parquet where the hub is out of reach"
-    tasks = attempt(load, f"task {name} cannot be loaded{where}", hint)
+    tasks = attempt(load, f"task {name} cannot be loaded{place}", hint)
     for task in tasks.values():
         shots = task.get_config("num_fewshot")
         task.set_config(
@@ -153,7 +163,11 @@ def load_tasks(name: str, manager: Any, settings: Evaluate) -> dict[str, Any]:
 
 
 def run_task(name: str, task: Any, model: Any, settings: Evaluate) -> dict[str, Any]:
-    """Run one task; its result as the fields of `TaskScore`. Raises TaskError."""
+    """Run one task, and return the fields of `TaskScore`.
+
+    Raises:
+        TaskError: if it cannot be run.
+    """
     from lm_eval.evaluator import evaluate
 
     def run() -> Any:
@@ -171,20 +185,20 @@ def run_task(name: str, task: Any, model: Any, settings: Evaluate) -> dict[str, 
             )
 
     columns = ", ".join(task.eval_docs.column_names) if hasattr(task.eval_docs, "column_names") else "unknown"
-    found = attempt(run, f"task {name} cannot be run", f"the columns of its data are: {columns}")
+    result = attempt(run, f"task {name} cannot be run", f"the columns of its data are: {columns}")
     return {
         "task": name,
-        "version": str(found["versions"].get(name)),
-        "fewshot": found["n-shot"].get(name, 0),
-        "items": found["n-samples"][name]["effective"],
-        "of": found["n-samples"][name]["original"],
-        "metrics": metrics_of(task, found["results"][name], found["samples"][name]),
+        "version": str(result["versions"].get(name)),
+        "fewshot": result["n-shot"].get(name, 0),
+        "items": result["n-samples"][name]["effective"],
+        "of": result["n-samples"][name]["original"],
+        "metrics": metrics_of(task, result["results"][name], result["samples"][name]),
     }
 
 
 def metrics_of(task: Any, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Value, standard error and the values of all items of every metric, as the fields of `Metric`."""
-    found: dict[str, Any] = {}
+    """Compute value, standard error and values of all items of every metric, as the fields of `Metric`."""
+    metrics: dict[str, Any] = {}
     better = task.higher_is_better()
     by_metric: dict[str, list[Any]] = defaultdict(list)
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
@@ -203,21 +217,25 @@ def metrics_of(task: Any, results: Mapping[str, Any], samples: Sequence[Mapping[
             if aggregate
             else None
         )
-        found[metric if kind == "none" else f"{metric} ({kind})"] = {
+        metrics[metric if kind == "none" else f"{metric} ({kind})"] = {
             "value": float(results[key]),
             "stderr": error,
             "higher_is_better": bool(better.get(metric, True)),
             "values": values if averaged else None,
         }
-    return found
+    return metrics
 
 
-def attempt(do: Callable[[], Any], where: str, hint: str) -> Any:
-    """The result of code of lm-eval, of a task file or of the library `datasets`. Raises TaskError for any error."""
+def attempt(call: Callable[[], Any], place: str, hint: str) -> Any:
+    """Call code of lm-eval, of a task file or of the library `datasets`.
+
+    Raises:
+        TaskError: for any error.
+    """
     try:
-        return do()
+        return call()
     except CompressError as error:
-        raise TaskError(f"{where}: {error}") from error
+        raise TaskError(f"{place}: {error}") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise TaskError(f"{where} ({type(error).__name__}: {reason}); {hint}") from error
+        raise TaskError(f"{place} ({type(error).__name__}: {reason}); {hint}") from error

@@ -1,4 +1,7 @@
-"""Blocks: the typed pieces that the sections of a page consist of. Each kind has a template with the name of its class."""
+"""Blocks: the typed pieces that the sections of a page consist of.
+
+Each kind has a template with the name of its class.
+"""
 
 from __future__ import annotations
 

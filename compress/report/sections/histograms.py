@@ -14,8 +14,8 @@ from compress.report.sections.base import Section
 SHOWN = 4  # layers; report.json has those of every block
 
 TEXT = (
-    "Distributions before and after the pass, in equal bins; the axis of counts is logarithmic. Inputs are those of the "
-    "calibration text."
+    "Distributions before and after the pass, in equal bins; the axis of counts is logarithmic. Inputs are those of "
+    "the calibration text."
 )
 
 
@@ -39,8 +39,8 @@ def _of_layer(row: LayerRow) -> list[PageBlock]:
     """The charts of a layer below its name."""
     assert row.histograms is not None and row.error is not None
     histograms = (
-        (row.histograms.weights, "value of a weight"),
-        (row.histograms.inputs, "value of an input"),
+        ("Weights", row.histograms.weights, "value of a weight"),
+        ("Inputs", row.histograms.inputs, "value of an input"),
     )
-    charts = [HistogramChart("", histogram, x_name) for histogram, x_name in histograms if histogram is not None]
+    charts = [HistogramChart(title, counts, x_name) for title, counts, x_name in histograms if counts is not None]
     return [Heading(row.layer, f"{row.by}, relative output error {number(row.error)}"), ChartGrid(charts)]

@@ -23,7 +23,10 @@ class ReproductionSection(Section):
         return f"```yaml\n{recipe_of(result)}```\n\n{table(('', ''), rows(result))}"
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
-        text = f"The recipe is in the folder of this file. With compress {result.compress}, this command makes the same checkpoint:"
+        text = (
+            f"The recipe is in the folder of this file. With compress {result.compress}, this command makes the same "
+            "checkpoint:"
+        )
         return [
             Prose(text),
             Code("compress run recipe.yaml"),

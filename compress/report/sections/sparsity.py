@@ -32,7 +32,7 @@ class SparsitySection(Section):
         if sparsity is None:
             return []
         achieved = ((name, layer.achieved) for name, layer in sparsity.layers.items())
-        chart = heat_map("", achieved, "fraction of zeros")
+        chart = heat_map("Zeros of each layer", achieved, "fraction of zeros")
         text = f"Fractions of zeros of {len(sparsity.layers)} layers; {TERMS}"
         return [Prose(text), *([] if chart is None else [chart]), TextTable(HEAD, rows(sparsity))]
 

@@ -40,7 +40,7 @@ class TasksSection(Section):
         x_name = "difference of the metric"
         return [
             Prose(text),
-            *([IntervalChart("", intervals, x_name, "lower", "higher")] if intervals else []),
+            *([IntervalChart("Change of each task", intervals, x_name, "lower", "higher")] if intervals else []),
             *([TextTable(HEAD, [row_of(row) for row in tasks.scores])] if tasks.scores else []),
             *([Items(failed)] if failed else []),
         ]

@@ -32,7 +32,7 @@ class TextsSection(Section):
         blocks: list[PageBlock] = []
         if paired:
             note = "Difference in loss, compressed minus base, with its 95% interval over windows."
-            chart = IntervalChart("", paired, "loss difference, nats per token", "better", "worse")
+            chart = IntervalChart("Change of the loss", paired, "loss difference, nats per token", "better", "worse")
             blocks += [Prose(note), chart]
         for text in result.texts:
             blocks += [Heading(text.text)] if len(result.texts) > 1 else []

@@ -134,9 +134,12 @@ def item(length, rests):
 def test_batches_hold_items_with_prefixes_of_similar_length():
     items = [item(8, [1, 2]), item(5, [2, 2]), item(8, [3, 3]), item(5, [1, 1])]
     lengths = lambda **limits: [[common(one) for one in batch] for batch in by_prefix(items, **limits)]  # noqa: E731
-    assert lengths(most=1000, call=1) == [[8, 8], [5, 5]]  # 3 tokens more for each of two other choices cost too much
-    assert lengths(most=1000, call=4) == [[8, 8, 5, 5]]
-    assert lengths(most=25, call=1) == [[8], [8], [5], [5]]  # tokens in the cache: 20, 22, 14, 12
+    assert lengths(max_tokens=1000, call=1) == [
+        [8, 8],
+        [5, 5],
+    ]  # 3 tokens more for each of two other choices cost too much
+    assert lengths(max_tokens=1000, call=4) == [[8, 8, 5, 5]]
+    assert lengths(max_tokens=25, call=1) == [[8], [8], [5], [5]]  # tokens in the cache: 20, 22, 14, 12
     assert common(items[0][:1]) == 0
 
 

@@ -243,7 +243,7 @@ def test_compress_eval_prints_tasks_and_fails_for_those_that_failed(pico, data, 
     assert done.exit_code == 0, done.output
     assert "acc_norm" in done.stdout and "6 of 6" in done.stdout
     [model] = json.loads((tmp_path / "found.json").read_text())["models"]
-    assert model["tasks"]["piqa"]["items"] == 6
+    assert model["items"]["piqa"]["items"] == 6 and model["tasks"] is None
     broken = CliRunner().invoke(main, [*args[:6], "arc_easy,piqa", *args[7:]])
     assert broken.exit_code == 1 and "1 tasks failed" in broken.stderr and "6 of 6" in broken.stdout
     assert "failed: " in broken.stdout

@@ -42,8 +42,8 @@ FOLDERS = {
     "passes.families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm in folders by kind, found by their names; passes never import each other",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
-    "evaluate": "evaluators, one file each: perplexity, agreement of answers, sparsity, the cost of a rounded KV cache",
-    "report": "the typed report.json, its sections (one file each) in report.md and report.html, `page/`: blocks and templates",
+    "evaluate": "evaluators, one file each, and the tree of their results: report.json and the JSON of `compress eval`",
+    "report": "renders a result: sections (one file each) of report.md and report.html, charts, `page/`: blocks and templates",
     "pipeline": "a recipe from its model to its evidence: plan, resolve, run, resume, verify",
     "testing": "what authors of passes test them with: the contract as checks, on a small model built in code",
     "cli": "parse, call, print; no logic",
@@ -133,7 +133,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "compress.pipeline.starting:_spelled": "the options of `compress init`",
     "compress.pipeline.verify:_compare_with_transformers": "both sides of a comparison",
     "compress.recipe.targets:recipe_text": "the fields of a recipe",
-    "compress.report.build:build_report": "every part of a report",
 }
 """'module' and 'module:function' that exceed a budget, and what their one responsibility is."""
 OF_THE_LANGUAGE = ("compress.cli", "compress.kernels.triton", "compress.native.gpu_programs")

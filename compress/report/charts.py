@@ -113,7 +113,7 @@ class Chart(PageBlock):
     @property
     def svg(self) -> str:
         """The chart as part of a page, without its title."""
-        text = _svg([self], 1, self.title, standalone=False)
+        text = _svg([self], 1, standalone=False)
         return re.sub(r' xmlns(?::xlink)?="[^"]*"', "", text)
 
     @abstractmethod
@@ -145,10 +145,10 @@ def picture(charts: Sequence[Chart], columns: int = 1) -> Picture:
         charts: At least one chart.
         columns: Number of charts in a row.
     """
-    return Picture(_svg(charts, columns, ", ".join(chart.title for chart in charts), standalone=True) + "\n")
+    return Picture(_svg(charts, columns, standalone=True) + "\n")
 
 
-def _svg(charts: Sequence[Chart], columns: int, label: str, standalone: bool) -> str:
+def _svg(charts: Sequence[Chart], columns: int, standalone: bool) -> str:
     """Draw charts in a grid. Titles and a background are drawn if the image stands alone."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -181,10 +181,11 @@ def _svg(charts: Sequence[Chart], columns: int, label: str, standalone: bool) ->
                 chart.draw(axes)
         file = io.StringIO()
         FigureCanvasSVG(figure).print_svg(file, metadata=NO_METADATA)
-    return _cleaned(file.getvalue(), width, height, label, STYLE if standalone else "")
+    title = ", ".join(chart.title for chart in charts)
+    return _cleaned(file.getvalue(), width, height, title, STYLE if standalone else "")
 
 
-def _cleaned(text: str, width: int, height: int, label: str, style: str) -> str:
+def _cleaned(text: str, width: int, height: int, title: str, style: str) -> str:
     """Remove what an element of a page must not have: the prolog, ids, rules for other elements, units of print."""
     text = text[text.index("<svg") :].rstrip()
     text = re.sub(rf'<g id="{TITLE}([^"]*)">', r"<g><title>\1</title>", text)
@@ -194,7 +195,8 @@ def _cleaned(text: str, width: int, height: int, label: str, style: str) -> str:
     text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in referenced else "", text)
     text = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", f"<style>{style}</style>" if style else "", text, count=1)
     text = text.replace(f'width="{width}pt" height="{height}pt"', f'width="{width}" height="{height}"', 1)
-    return text.replace("<svg", f'<svg class="plot" role="img" aria-label="{escape(label)}"', 1)
+    text = text.replace("<svg", '<svg class="plot"', 1)
+    return text.replace(">", f"><title>{escape(title)}</title>", 1) if style else text
 
 
 def shortened(text: str, width: float) -> str:

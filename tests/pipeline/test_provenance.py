@@ -136,7 +136,7 @@ def test_the_package_is_one_digest_without_what_only_shows(tmp_path):
         return package_sha256(root)
 
     assert digest("numerics/scores.py", "a") != digest("numerics/scores.py", "ab")
-    assert digest("report/build.py", "a") == digest("report/build.py", "ab")
+    assert digest("report/render.py", "a") == digest("report/render.py", "ab")
     assert digest("cli/show.py", "a") == digest("cli/show.py", "ab")
     assert package_sha256() == code_of(Recipe(model="m", passes=[Wanda()]))["compress"]
 

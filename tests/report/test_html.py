@@ -215,7 +215,7 @@ def test_sensitivities():
     }
     text = sensitivities(Sensitivities(**facts, choices={"int4": {}, HOSTILE: {}}, found=found))
     read = Reader(text)
-    assert len(read.found("svg", role="img")) == 2 and not read.found("script") and HOSTILE in read.text
+    assert len(read.found("div", role="img")) == 2 and not read.found("script") and HOSTILE in read.text
     assert (
         "6.00 nats" not in read.text
         and "12.0 nats over all layers" in read.text

@@ -61,7 +61,7 @@ DRAWN = """(() => {
       return box.width + box.height > 1 && box.left >= size.left - 1 && box.right <= size.right + 1
         && box.top >= size.top - 1 && box.bottom <= size.bottom + 1;
     });
-    if (!marks.length || seen.length < marks.length || size.width < 40) empty.push(plot.getAttribute("aria-label"));
+    if (!marks.length || seen.length < marks.length || size.width < 40) empty.push(plot.closest("[aria-label]").getAttribute("aria-label"));
   }
   return {count: plots.length, empty};
 })()"""
@@ -144,7 +144,7 @@ def test_the_checks_see_what_is_wrong(tab, tmp_path):
     """A page with every mistake that the tests look for."""
     path = tmp_path / "bad.html"
     path.write_text(
-        "<meta name='viewport' content='width=device-width'><main><p style='color: #999; width: 500px'>faint and wide</p><svg class='plot' aria-label='empty'></svg>"
+        "<meta name='viewport' content='width=device-width'><main><p style='color: #999; width: 500px'>faint and wide</p><div aria-label='empty'><svg class='plot'></svg></div>"
         "<script>console.error('wrong')</script></main>"
     )
     tab.open(path, PHONE)

@@ -149,7 +149,7 @@ class Scorer:
             take(entry, logs)
 
     def _shared(self, groups: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> None:
-        """Compute items that begin with prefixes of one length: prefixes first, then the remaining tokens of every input."""
+        """Compute items that begin with prefixes of one length: prefixes first, then the tokens after them."""
         length = min(common(group) for group in groups)
         prefixes = torch.tensor([group[0].tokens[:length] for group in groups])
         starts = [min(min(entry.start for entry in group), length) for group in groups]

@@ -187,8 +187,8 @@ def _svg(charts: Sequence[Chart], columns: int, standalone: bool) -> str:
 
 def _cleaned(text: str, width: int, height: int, title: str, style: str) -> str:
     """Remove what an element of a page must not have: the prolog, ids, rules for other elements, units of print."""
-    text = text[text.index("<svg") :].rstrip()
-    text = re.sub(rf'<g id="{TITLE}([^"]*)">', r"<g><title>\1</title>", text)
+    text = re.sub(r"\s*\n\s*", " ", text[text.index("<svg") :].rstrip()).replace("> <", "><")
+    text = re.sub(rf'<g id="{TITLE}([^"]*)">', r"\n<g><title>\1</title>", text)
     text = re.sub(r' clip-path="[^"]*"', "", text)  # everything is inside of the axes
     text = re.sub(r"\s*<defs>\s*(?:<clipPath.*?</clipPath>\s*)+</defs>", "", text, flags=re.DOTALL)
     referenced = set(re.findall(r'href="#([^"]*)"', text))

@@ -102,7 +102,7 @@ class Sweep:
                 capture = partial(capture_inputs, self.shell, self.probe, self.batches, self.store_bytes, self.run.work)
                 ends = EmbeddingWork(self.opened, self.shell, self.steps, self.run)
                 original_reference = (
-                    capture(True).reference if needs_reference and ends.first else None
+                    capture(True).reference if needs_reference and ends.embedding_tasks else None
                 )  # with the original embedding
                 self.ends += ends.embeddings(self.probe)
                 state = capture(needs_reference)

@@ -54,7 +54,7 @@ class FullRotation:
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return x @ self.rotation
 
-    def back(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return x @ self.rotation.T
 
 
@@ -73,7 +73,7 @@ class HeadRotation:
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self._turned(x, self.rotation)
 
-    def back(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self._turned(x, self.rotation.T)
 
     def _turned(self, x: Tensor, rotation: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class OnlineHadamard:
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self.transform.plain(x)
 
-    def back(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self.transform.absorbed(x)
 
 
@@ -192,10 +192,10 @@ class _SharedInputs:
     """The last quantized tensor; linears that quantize the same tensor in the same way share it."""
 
     key: Sequence[Any] = ()
-    x: Tensor | None = None
+    input: Tensor | None = None
     output: Tensor | None = None
 
-    def rounded(self, x: Tensor, layer: RotatedLinear) -> Tensor:
+    def quantized(self, x: Tensor, layer: RotatedLinear) -> Tensor:
         scheme = None if layer.rounding is None else layer.rounding.scheme
         key = (*layer.inputs, scheme, torch.is_grad_enabled())
         if x is not self.input or key != self.key or self.output is None:

@@ -95,7 +95,7 @@ def test_generated_tokens_are_those_of_plain_torch(loaded, calls):
 
 @torch.no_grad()
 def test_torch_computes_short_prompts_gradients_and_runs(loaded, calls):
-    loaded(ids_of(prompts.FEW - 1))
+    loaded(ids_of(prompts.MIN_TOKENS - 1))
     with dispatch.plain_torch():
         loaded(ids_of(40))
     with torch.enable_grad():
@@ -117,7 +117,7 @@ def test_an_error_in_a_forward_pass_leaves_nothing_behind(loaded, calls):
         loaded(ids_of(40) + 10**6)
     q = torch.ones(1, 2, 40, 8)
     scaled_dot_product_attention(q, q, q)
-    assert not calls and not prompts.OPEN.calls
+    assert not calls and not prompts.OPEN_CALLS.calls
 
 
 @torch.no_grad()

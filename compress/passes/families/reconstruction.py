@@ -112,7 +112,7 @@ class ReconstructionPass(TrainingOptions, BlockPass):
             return self.takes(f"{inputs.name}.{name}")
 
         where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
-        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, whole=False)
+        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, is_whole_model=False)
         with chosen as student:
             if student.untrained_layers:
                 log(

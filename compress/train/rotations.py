@@ -36,7 +36,7 @@ class ChannelRotation(Protocol):
         """Compute x R."""
         ...
 
-    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def apply_transposed(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         """Compute x R^T."""
         ...
 
@@ -54,7 +54,7 @@ class FullRotation:
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return x @ self.rotation
 
-    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def apply_transposed(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return x @ self.rotation.T
 
 
@@ -73,7 +73,7 @@ class HeadRotation:
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self._turned(x, self.rotation)
 
-    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def apply_transposed(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self._turned(x, self.rotation.T)
 
     def _turned(self, x: Tensor, rotation: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class OnlineHadamard:
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self.transform.plain(x)
 
-    def inverse(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    def apply_transposed(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return self.transform.absorbed(x)
 
 
@@ -125,7 +125,7 @@ class RotatedLinear:
         """Compute Q(x R) R^T."""
         quantized = self.rotated_inputs(x)
         for rotation in reversed(self.inputs):
-            quantized = rotation.inverse(quantized)
+            quantized = rotation.apply_transposed(quantized)
         return quantized
 
     def rotated_weight(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
@@ -140,7 +140,7 @@ class RotatedLinear:
         """Compute Q(x R) Q(B^T W R)^T B^T."""
         output = self.rotated_inputs(x) @ self.rotated_weight(weight).T
         for rotation in reversed(self.outputs):
-            output = rotation.inverse(output)
+            output = rotation.apply_transposed(output)
         return output
 
 

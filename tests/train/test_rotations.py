@@ -79,7 +79,9 @@ def test_outputs_are_rotated_back():
     assert torch.allclose(heads.forward(x), wanted, atol=1e-6)
     online = OnlineHadamard(Hadamard.of(8, 0, (6, 8)))
     for one in (heads, online):
-        assert torch.allclose(one.inverse(one.forward(x)), x, atol=1e-5) and not torch.allclose(one.forward(x), x)
+        assert torch.allclose(one.apply_transposed(one.forward(x)), x, atol=1e-5) and not torch.allclose(
+            one.forward(x), x
+        )
 
 
 def test_linears_that_read_one_tensor_share_the_rounding():

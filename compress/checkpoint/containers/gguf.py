@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.files import atomic, file_sha256
-from compress.checkpoint.formats.blocks import BLOCK_TYPES
 
 FILE = "model.gguf"
 """The file in the folder of a checkpoint."""

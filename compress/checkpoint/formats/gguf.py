@@ -29,10 +29,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
+from compress.checkpoint.blocks.block import BlockType
 from compress.checkpoint.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
 from compress.checkpoint.formats.base import Ends, Format, StoredLayer, layers_config, layers_of, refuses_transforms
-from compress.checkpoint.formats.blocks import BLOCK_TYPES, block_type_of
-from compress.checkpoint.formats.blocks.block import BlockType
 from compress.checkpoint.formats.gguf_files.architecture import (
     Architecture,
     architecture_of,

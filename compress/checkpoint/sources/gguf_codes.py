@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.gguf import DENSE, FILE, SIDECAR, Entry, packed_index
-from compress.checkpoint.formats.blocks import BLOCK_TYPES
 from compress.checkpoint.formats.gguf import GGUF, STORED
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of
 from compress.checkpoint.sources.gguf import made_once

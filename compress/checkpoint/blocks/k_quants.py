@@ -26,7 +26,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from compress.checkpoint.formats.blocks.block import BlockType, half, nibbles
+from compress.checkpoint.blocks.block import BlockType, half, nibbles
 from compress.layers.parts.codes import CodesPart
 
 SIZE = 256

@@ -9,7 +9,7 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.checkpoint.formats.blocks import BLOCK_TYPES, block_type_of
+from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
 from compress.layers.parts.codes import CodesPart
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS

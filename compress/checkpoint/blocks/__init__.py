@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compress.checkpoint.formats.blocks.block import BlockType
-from compress.checkpoint.formats.blocks.k_quants import K_QUANTS
-from compress.checkpoint.formats.blocks.of_32 import OF_32
+from compress.checkpoint.blocks.block import BlockType
+from compress.checkpoint.blocks.k_quants import K_QUANTS
+from compress.checkpoint.blocks.of_32 import OF_32
 
 BLOCK_TYPES: dict[str, BlockType] = {block.name: block for block in (*OF_32, *K_QUANTS)}
 """Every block type by its name in llama.cpp."""

@@ -16,8 +16,8 @@ test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
-	$(BIN)/ruff check compress tests notebooks
-	$(BIN)/ruff format --check compress tests notebooks
+	$(BIN)/ruff check compress docs eval notebooks tests
+	$(BIN)/ruff format --check compress docs eval notebooks tests
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
 
 # The pages of docs/ that are generated: docs/passes/ and the tables of docs/measured.md.
@@ -33,15 +33,15 @@ explore: $(READY)
 
 # Damaged checkpoints of every format against the readers; INPUTS=1000 tries fewer.
 fuzz: $(READY)
-	$(BIN)/python tests/benchmarks/fuzz.py --inputs $(or $(INPUTS),100000)
+	$(BIN)/python eval/benchmarks/fuzz.py --inputs $(or $(INPUTS),100000)
 
 # SIGKILL at random moments of six kinds of runs, which then continue to the same bytes; MOMENTS=3 tries fewer.
 kill: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/kills.py --moments $(or $(MOMENTS),20)
+	OMP_NUM_THREADS=1 $(BIN)/python eval/benchmarks/kills.py --moments $(or $(MOMENTS),20)
 
 # The wheel in environments of its own, with the newest and the lowest dependencies; PYTHONS="PATH ...", the oldest first.
 wheels: $(READY)
-	$(BIN)/python tests/benchmarks/wheels.py --python $(or $(PYTHONS),$(BIN)/python)
+	$(BIN)/python eval/benchmarks/wheels.py --python $(or $(PYTHONS),$(BIN)/python)
 
 # Files that are compiled at once; a set of kernels takes 0.6 GB of memory, with sanitizers 1.4 GB and six minutes.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)

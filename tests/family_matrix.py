@@ -294,7 +294,7 @@ line that says what to write instead; the reasons are listed at the end. `plan` 
 the calibration data decide, so the run refuses. The families stand for their structure: other models of the same
 structure behave the same. Options and steps before and after each pass are in `CHAINS` of `tests/family_matrix.py`.
 
-`python tests/benchmarks/families.py --write` writes this page; the slow tests try a sixth of its cells.
+`python eval/benchmarks/families.py --write` writes this page; the slow tests try a sixth of its cells.
 """
 GROUPS = {
     "Round weights": (

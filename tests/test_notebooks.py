@@ -20,7 +20,7 @@ ABSOLUTE = re.compile(r"(?<![\w.:/<])/(?:home|tmp|root|usr|var|work|opt|Users)\b
 LITTLE = {"MODEL": str(PICO), "SEQUENCES": 4, "LENGTH": 64, "WINDOWS": 2}
 
 PENDING: set[str] = set()
-"""Notebooks whose outputs are not stored yet; `python tests/benchmarks/notebooks.py NOTEBOOK --folder WORK` stores them."""
+"""Notebooks whose outputs are not stored yet; `python eval/benchmarks/notebooks.py NOTEBOOK --folder WORK` stores them."""
 
 
 def waiting(path: Path):
@@ -53,7 +53,7 @@ def texts(cell: dict) -> list[str]:
 @pytest.fixture
 def execute(monkeypatch, tmp_path):
     """execute(number, parameters) -> the namespace after all cells, and all that they print."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "eval" / "benchmarks"))
     benchmark = importlib.import_module("notebooks")
     monkeypatch.chdir(tmp_path)
 

@@ -213,8 +213,8 @@ def test_the_first_four_commands_lead_to_a_card(tmp_path, monkeypatch):
         ("compress run", click.UsageError),
         ("make coffee", AssertionError),
         ("pip install .[magic]", AssertionError),
-        ("python tests/benchmarks/none.py", AssertionError),
-        ("python tests/benchmarks/quality.py x --fast", AssertionError),
+        ("python eval/benchmarks/none.py", AssertionError),
+        ("python eval/benchmarks/quality.py x --fast", AssertionError),
         ("curl https://example.org", AssertionError),
     ],
 )

@@ -95,6 +95,6 @@ def test_only_group_sizes_are_changed_to_fit():
 
 
 def test_every_row_of_the_benchmarks_is_a_recipe(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "eval" / "benchmarks"))
     for passes in importlib.import_module("rows").ROWS.values():
         assert len(Recipe.model_validate({"model": "m", "passes": passes}).passes) == len(passes)

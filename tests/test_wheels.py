@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 @pytest.fixture
 def wheels(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "eval" / "benchmarks"))
     import wheels
 
     return wheels

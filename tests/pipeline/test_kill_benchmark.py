@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "kills.py"
+BENCHMARK = Path(__file__).parents[2] / "eval" / "benchmarks" / "kills.py"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "larger_than_memory.py"
+BENCHMARK = Path(__file__).parents[2] / "eval" / "benchmarks" / "larger_than_memory.py"
 LIMIT_MB, MODEL_MB = 780, 250  # safetensors would map the file whole, and more than once; 600 MB are for libraries
 
 

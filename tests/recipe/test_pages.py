@@ -80,7 +80,7 @@ def test_every_measured_row_is_a_chain_that_a_recipe_takes():
 
 
 def test_rows_of_the_benchmarks_have_the_options_of_the_benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "eval" / "benchmarks"))
     known = importlib.import_module("rows").ROWS
     recipe = lambda passes: Recipe.model_validate({"model": "m", "passes": list(passes)}).passes  # noqa: E731
     rows = [row for table in measured().tables for row in table.rows if row.name in known and row.name != "signround"]

@@ -1,0 +1,250 @@
+"""Memory of a run by the number of blocks, compared with the prediction of `compress plan`.
+
+    python eval/benchmarks/memory.py [RECIPE.yaml...] [--blocks 4 16] [--hidden 1024]
+    python eval/benchmarks/memory.py [NAME...] --planned [--blocks 4 8] [--hidden 512] [--sequences 16]
+
+A sweep holds one block, so four times the blocks must not take more.
+
+Models of equal random blocks are saved in a temporary folder and compressed, each in a process of its own, by each
+recipe (rtn and gptq if none is given) with its model, calibration and evaluation replaced by small ones. One JSON line
+per model, then one with the ratio of the largest to the smallest model:
+
+    recipe, blocks, model_mb, start_mb, compress_mb, finish_mb
+
+Peaks of anonymous memory (RssAnon of /proc/self/status, so Linux only): pages of mapped files can be taken back by the
+system and are not counted. start_mb: once everything is imported and the model is open; compress_mb: until the
+checkpoint is on disk; finish_mb: while it is read back, compared and evaluated. The ratio is of what comes on top of
+start_mb.
+
+With --planned, the recipes of PLANNED (all, or those that are named) instead, and one JSON line per recipe and model:
+
+    recipe, blocks, planned_mb, measured_mb, ratio
+
+measured_mb: the peak of the whole run on top of what the process holds when it has run the same passes on a far smaller
+model, so that libraries and all that they import late are apart. The allocator of glibc keeps large pieces of what was
+freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), since plans are of tensors. With
+--allocator default it does as it always does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+INTERVAL_SECONDS = 0.005
+VOCAB, TOKENS, SEQUENCES = 512, 128, 8
+PLANNED_VOCAB, PLANNED_TOKENS, SMALL = 4096, 256, 128
+LEARNED = {"train": ["scales", "norms"], "steps": 4}
+W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}
+PLANNED = {
+    "rtn": [{"rtn": {}}],
+    "gptq": [{"gptq": {}}],
+    "gptq-asymmetric": [{"gptq": {"error": "asymmetric"}}],
+    "awq": [{"awq": {}}, {"rtn": {}}],
+    "wanda": [{"wanda": {}}],
+    "signround": [{"signround": {"iterations": 5}}],
+    "lkd": [{"rtn": {}}, {"lkd": LEARNED}],
+    "lkd-weights": [{"wanda": {}}, {"lkd": {"steps": 4}}],
+    "distill": [{"rtn": {}}, {"distill": LEARNED}],
+    "smoothquant": [{"smoothquant": {}}, {"rtn": W8A8}],
+    "outlier_suppression": [{"outlier_suppression": {"steps": 1}}, {"rtn": W8A8}],
+    "sparsegpt": [{"sparsegpt": {}}],
+    "hqq": [{"hqq": {}}],
+    "finetune": [{"wanda": {}}, {"finetune": {"steps": 4}}],
+    "magnitude-global": [{"magnitude": {"allocate": "global"}}],
+    "drop_blocks": [{"drop_blocks": {"count": 1}}],
+    "drop_blocks-loss": [{"drop_blocks": {"count": 1, "by": "loss"}}],
+    "narrow": [{"narrow": {"ffn": 0.25}}],
+    "narrow-hidden": [{"narrow": {"hidden": 0.25}}],
+}
+"""Passes by the name of their line."""
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.planned:
+        against_plans(arguments)
+        return
+    if arguments.one:
+        print(json.dumps(measure(Path(arguments.one), arguments.recipes[0])))
+        return
+    recipes = arguments.recipes or [str(RECIPES / f"{name}.yaml") for name in ("rtn", "gptq")]
+    with tempfile.TemporaryDirectory() as temporary:
+        for count in arguments.blocks:
+            build(Path(temporary) / str(count), count, arguments.hidden)
+        for recipe in recipes:
+            found = [run(Path(temporary) / str(count), recipe) for count in arguments.blocks]
+            least, most = found[0], found[-1]
+            ratios = {
+                f"{phase}_ratio": round(
+                    (most[f"{phase}_mb"] - most["start_mb"]) / (least[f"{phase}_mb"] - least["start_mb"]), 2
+                )
+                for phase in ("compress", "finish")
+            }
+            print(json.dumps({"recipe": Path(recipe).name, "blocks_ratio": most["blocks"] / least["blocks"], **ratios}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE.yaml")
+    parser.add_argument("--blocks", type=int, nargs="+", help="of the models, from few to many")
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--planned", action="store_true", help="compare with the prediction of the plan")
+    parser.add_argument("--sequences", type=int, default=16, help=f"with --planned: of {PLANNED_TOKENS} tokens")
+    parser.add_argument(
+        "--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in"
+    )
+    parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    found.blocks = found.blocks or ((4, 8) if found.planned else (4, 16))
+    found.hidden = found.hidden or (512 if found.planned else 1024)
+    return found
+
+
+def against_plans(arguments: argparse.Namespace) -> None:
+    """One line per recipe and model."""
+    if arguments.one:
+        folder, name = Path(arguments.one), arguments.recipes[0]
+        print(json.dumps(beside_plan(folder, name, arguments.dtype)), flush=True)
+        return
+    environment = dict(os.environ)
+    if arguments.allocator == "exact":
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+    options = ["--planned", "--dtype", arguments.dtype]
+    with tempfile.TemporaryDirectory() as temporary:
+        build(Path(temporary) / "small", 2, SMALL, PLANNED_VOCAB // 16, 16, arguments.sequences)
+        for count in arguments.blocks:
+            size = (arguments.hidden, PLANNED_VOCAB, PLANNED_TOKENS, arguments.sequences)
+            build(Path(temporary) / str(count), count, *size)
+            for name in arguments.recipes or PLANNED:
+                run(Path(temporary) / str(count), name, *options, environment=environment)
+
+
+def beside_plan(folder: Path, name: str, dtype: str) -> dict[str, object]:
+    """The plan and the peak of one recipe, after a run on the small model; files go next to the folder."""
+    run_all(folder.parent / "small", name, dtype)
+    gc.collect()
+    start, peak = anonymous_mb(), Peak()
+    planned = run_all(folder, name, dtype) / 2**20
+    measured = peak.take() - start
+    figures = {
+        "planned_mb": round(planned, 1),
+        "measured_mb": round(measured, 1),
+        "ratio": round(planned / measured, 2),
+    }
+    return {"recipe": name, "blocks": int(folder.name), **figures}
+
+
+def run_all(folder: Path, name: str, dtype: str) -> int:
+    """Compress, check and evaluate; the bytes that the plan predicts."""
+    import compress
+
+    ids = str(folder / "ids.npy")
+    recipe = compress.Recipe.model_validate(
+        {
+            "model": str(folder),
+            "dtype": dtype,
+            "calibration": {"source": ids, "sequences": None, "length": None},
+            "passes": PLANNED[name],
+            "eval": {"perplexity": [ids], "windows": 2, "length": None},
+        }
+    )
+    with tempfile.TemporaryDirectory() as out:
+        return compress.run(recipe, out).report["predicted"]["memory_bytes"]
+
+
+def build(
+    folder: Path, blocks: int, hidden: int, vocabulary: int = VOCAB, tokens: int = TOKENS, sequences: int = SEQUENCES
+) -> None:
+    """A random Llama, with token ids for it in the same folder."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=blocks,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=tokens,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    np.save(folder / "ids.npy", torch.randint(vocabulary, (sequences, tokens)).numpy())
+
+
+def run(folder: Path, recipe: str, *options: str, environment: dict[str, str] | None = None) -> dict[str, float]:
+    command = [sys.executable, __file__, recipe, "--one", str(folder), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    line = done.stdout.strip().splitlines()[-1]
+    print(line, flush=True)
+    return json.loads(line)
+
+
+def anonymous_mb() -> float:
+    """Anonymous memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("/proc/self/status has no RssAnon; this benchmark needs Linux 4.5 or later")
+
+
+class Peak:
+    """The largest anonymous memory since the last look, sampled by a thread."""
+
+    def __init__(self) -> None:
+        self._most = 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        wait = threading.Event()
+        while True:
+            self._most = max(self._most, anonymous_mb())
+            wait.wait(INTERVAL_SECONDS)
+
+    def take(self) -> float:
+        most, self._most = max(self._most, anonymous_mb()), 0.0
+        return round(most, 1)
+
+
+def measure(folder: Path, path: str) -> dict[str, object]:
+    import compress
+    from compress.passes.contract.journal import Journal
+    from compress.pipeline.run import compress as work
+    from compress.pipeline.run import finish, prepare
+
+    ids, recipe = str(folder / "ids.npy"), compress.Recipe.from_yaml(path)
+    calibration = compress.Calibration(source=ids, sequences=None, length=None)
+    evaluation = compress.Evaluate(perplexity=(ids,), windows=2, length=None)
+    changes = {"model": str(folder), "calibration": calibration, "eval": evaluation}
+    with tempfile.TemporaryDirectory() as out:
+        job = prepare(recipe.model_copy(update=changes), Path(out), overwrite=False, journal=Journal())
+        start, peak = anonymous_mb(), Peak()
+        work(job)
+        compressing = peak.take()
+        finish(job)
+        size = (folder / "model.safetensors").stat().st_size / 2**20
+    return {
+        "recipe": Path(path).name,
+        "blocks": int(folder.name),
+        "model_mb": round(size, 1),
+        "start_mb": round(start, 1),
+        "compress_mb": compressing,
+        "finish_mb": peak.take(),
+    }
+
+
+if __name__ == "__main__":
+    main()

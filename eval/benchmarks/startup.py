@@ -1,0 +1,62 @@
+"""How long the command line takes to start: wall and CPU seconds of the fastest of several starts, in JSON lines.
+
+    python eval/benchmarks/startup.py [--model PATH] [--repeat 5]
+
+'floor' is the import of torch and of one model class of transformers, which every command that opens a model needs; the
+difference is the part of this package. Run it on an idle machine, with bytecode (without PYTHONDONTWRITEBYTECODE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+PICO = Path(__file__).parents[2] / "tests" / "pico" / "model"
+FLOOR = "import torch; from transformers import PreTrainedModel, AutoModelForCausalLM"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default=str(PICO), help="local folder of the model that is planned")
+    parser.add_argument("--repeat", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(f"model: {json.dumps(arguments.model)}\npasses: [{{scheme: W4A16}}]\n")
+        command = ["-m", "compress"]
+        for name, words in {
+            "compress --help": [*command, "--help"],
+            "compress quantize --help": [*command, "quantize", "--help"],
+            "floor": ["-c", FLOOR],
+            "compress plan": [*command, "plan", str(recipe)],
+        }.items():
+            print(json.dumps({"start": name, **fastest(words, arguments.repeat)}), flush=True)
+
+
+def fastest(words: list[str], repeat: int) -> dict[str, float]:
+    """The least wall and CPU seconds of `repeat` starts of Python; one more start before them writes bytecode."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    wall, cpu = [], []
+    for _ in range(repeat + 1):
+        before, begin = used(), perf_counter()
+        subprocess.run([sys.executable, *words], check=True, capture_output=True, env=environment)
+        wall.append(perf_counter() - begin)
+        cpu.append(used() - before)
+    return {"seconds": round(min(wall[1:]), 2), "cpu_seconds": round(min(cpu[1:]), 2)}
+
+
+def used() -> float:
+    """CPU seconds of finished child processes."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
+
+
+if __name__ == "__main__":
+    main()

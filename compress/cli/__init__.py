@@ -8,7 +8,7 @@ from compress.cli.eval import evaluate
 from compress.cli.export import export
 from compress.cli.init import init
 from compress.cli.inspect import inspect
-from compress.cli.passes import passes, schemes
+from compress.cli.passes import passes, recipes, schemes
 from compress.cli.report import report
 from compress.cli.roofline import roofline
 from compress.cli.sensitivity import sensitivity
@@ -22,6 +22,7 @@ for command in (
     init,
     inspect,
     passes,
+    recipes,
     report,
     roofline,
     schemes,

@@ -12,6 +12,7 @@ from compress.cli.complete import complete_pass, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import print_json, print_plan, print_report
+from compress.recipe.shipped import find_recipe
 from compress.version import __version__
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class SchemesCommand(click.Command):
 @recipe_options
 @output_options
 def run(
-    recipe: Path,
+    recipe: str,
     model: str | None,
     out: Path | None,
     overwrite: bool,
@@ -60,8 +61,12 @@ def run(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compress the model of RECIPE, verify and evaluate the checkpoint. Resumes an interrupted run."""
-    _run(_read(recipe, model, options), out or Path("out") / recipe.stem, overwrite, push_to_hub, as_json, memory)
+    """Compress the model of RECIPE, verify and evaluate the checkpoint. Resumes an interrupted run.
+
+    RECIPE is a file, or a name of `compress recipes`.
+    """
+    folder = out or Path("out") / find_recipe(recipe).stem
+    _run(_read(recipe, model, options), folder, overwrite, push_to_hub, as_json, memory)
 
 
 @main.command(cls=SchemesCommand)
@@ -152,7 +157,7 @@ def distill(
 @click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def plan(
-    recipe: Path,
+    recipe: str,
     model: str | None,
     out: Path | None,
     every: bool,
@@ -161,7 +166,10 @@ def plan(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show the effect of RECIPE on the modules, the size of the checkpoint, the peak memory and the time."""
+    """Show the effect of RECIPE on the modules, the size of the checkpoint, the peak memory and the time.
+
+    RECIPE is a file, or a name of `compress recipes`.
+    """
     asked = _read(recipe, model, options)
     from compress.pipeline.plan import plan as make_plan
 
@@ -186,7 +194,7 @@ def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str, acti
     click.echo(generate_text(model, prompt, tokens, plain, dtype, activations))
 
 
-def _read(recipe: Path, model: str | None, options: dict[str, Any]) -> Recipe:
+def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
     """Read a recipe with the settings of `recipe_options`."""
     settings = settings_of(**options, model=model)
     with without_collection():

@@ -35,6 +35,13 @@ def complete_pass(context: Any, parameter: Any, incomplete: str) -> list[Complet
     return starting_with(incomplete, PASSES)
 
 
+def complete_shipped(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
+    """Names of shipped recipes."""
+    from compress.recipe.shipped import shipped
+
+    return starting_with(incomplete, shipped())
+
+
 def complete_scheme(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
     """Names of schemes."""
     return starting_with(incomplete, _names_of("recipe/presets", ".yaml"))
@@ -58,8 +65,11 @@ def complete_device(context: Any, parameter: Any, incomplete: str) -> list[Compl
 
 
 def complete_recipe(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """YAML files here and in the folders here; any files where there are none."""
-    return _yaml_files(incomplete) or [CompletionItem(incomplete, type="file")]
+    """Shipped recipes, and YAML files here and in the folders here; any files where there are none."""
+    from compress.recipe.shipped import shipped
+
+    offered = starting_with(incomplete, shipped()) + _yaml_files(incomplete)
+    return offered or [CompletionItem(incomplete, type="file")]
 
 
 def _yaml_files(incomplete: str) -> list[CompletionItem]:

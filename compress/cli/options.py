@@ -13,7 +13,7 @@ from compress.cli.complete import complete_compute, complete_recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-RECIPE = click.argument("recipe", type=click.Path(path_type=Path), shell_complete=complete_recipe)
+RECIPE = click.argument("recipe", shell_complete=complete_recipe)
 MODEL = click.option("--model", help="Model to use instead of the recipe's: hub id, local folder or .gguf file.")
 
 OF_A_TEXT = (

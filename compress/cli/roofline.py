@@ -11,6 +11,7 @@ import click
 from compress.cli.complete import complete_device, complete_recipe
 from compress.cli.group import without_collection
 from compress.cli.show import print_json, print_table
+from compress.recipe.shipped import SUFFIXES, shipped
 
 if TYPE_CHECKING:
     from compress.pipeline.rooflines import Roofline
@@ -53,8 +54,8 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
     with without_collection():
         from compress.pipeline.rooflines import roofline as estimate
         from compress.recipe.schema import Recipe
-    is_recipe = Path(subject).suffix in (".yaml", ".yml")
-    found = estimate(Recipe.from_yaml(Path(subject)) if is_recipe else subject, on, batch, context)
+    is_recipe = Path(subject).suffix in SUFFIXES or (subject in shipped() and not Path(subject).is_dir())
+    found = estimate(Recipe.from_yaml(subject) if is_recipe else subject, on, batch, context)
     if as_json:
         print_json(found.to_json())
         return

@@ -106,7 +106,8 @@ def print_pass(page: PassPage) -> None:
     for title, text in page.sections():
         if text:
             click.echo(f"\n{title.lower()}: {text}" if title else f"\n{text}")
-    click.echo(f"recipe: recipes/{page.name}.yaml" + (f"; schemes: {', '.join(page.schemes)}" if page.schemes else ""))
+    schemes = f"; schemes: {', '.join(page.schemes)}" if page.schemes else ""
+    click.echo(f"recipe: compress run {page.name} --model MODEL{schemes}")
     click.echo("\noptions:")
     for option in page.options:
         default = "required" if option.default is None else option.default

@@ -168,7 +168,8 @@ def markdown(page: PassPage, recipe: str) -> str:
         default = "required" if option.default is None else f"`{option.default}`"
         cells = (f"`{option.name}`", option.values, default, option.description)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    lines += ["", "## Recipe", "", f"`recipes/{page.name}.yaml`:", "", "```yaml", recipe.strip(), "```"]
+    command = f"`compress run {page.name} --model MODEL` runs `recipes/{page.name}.yaml`:"
+    lines += ["", "## Recipe", "", command, "", "```yaml", recipe.strip(), "```"]
     if page.schemes:
         lines += ["", f"Schemes with this pass: {', '.join(f'`{name}`' for name in page.schemes)}."]
     lines += ["", "## Measured", ""]

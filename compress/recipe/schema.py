@@ -36,6 +36,7 @@ from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.sensitivities import expand_sensitivities
 from compress.recipe.settings import Setting, apply_settings, blamed, involved
+from compress.recipe.shipped import find_recipe
 from compress.recipe.yaml import compose, nearest, read_file
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -169,13 +170,13 @@ class Recipe(BaseModel):
 
     @classmethod
     def from_yaml(cls, path: str | Path, settings: Sequence[Setting] = ()) -> Recipe:
-        """Read a recipe from a YAML file. settings: values that replace those of the file.
+        """Read a recipe from a YAML file, or a shipped one by its name. settings: replace its values.
 
         Raises RecipeError with file, line and column: no such file, not YAML, unknown keys, passes or options (with the
         nearest known one), values out of range, passes in an impossible order. For a mistake in a setting, the error
         names the setting.
         """
-        path = Path(path)
+        path = find_recipe(path)
         return cls.from_text(read_file(path), str(path), settings, path.parent)
 
     @classmethod

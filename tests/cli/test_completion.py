@@ -13,6 +13,7 @@ from compress.cli.completion import SHELLS, VARIABLE
 from compress.passes import PASSES
 from compress.recipe.evaluation import suites
 from compress.recipe.presets import presets
+from compress.recipe.shipped import shipped
 from compress.roofline.devices import devices
 
 
@@ -46,12 +47,19 @@ def test_names_are_offered():
     assert "quantize" in offered("") and offered("completion", "") == list(SHELLS)
 
 
+def test_shipped_recipes_are_offered():
+    assert (
+        offered("run", "best-int4") == offered("plan", "best-int4") == offered("recipes", "best-int4") == ["best-int4"]
+    )
+    assert offered("roofline", "qtip-1") == ["qtip-1.5"]
+
+
 def test_recipes_are_offered_from_here_and_the_folders_here(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     for name in ("a.yaml", "b.txt", "recipes/c.yaml"):
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
-    assert offered("run", "") == offered("plan", "") == ["a.yaml", "recipes/c.yaml"]
+    assert offered("run", "") == offered("plan", "") == [*shipped(), "a.yaml", "recipes/c.yaml"]
     assert offered("run", "recipes/") == ["recipes/c.yaml"] and offered("run", "nothing") == ["nothing"]  # any file
 
 

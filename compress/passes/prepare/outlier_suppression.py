@@ -47,8 +47,8 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         "Inputs in 8 bits of models with LayerNorm and biases, whose channels can be centered, in front of gptq or rtn."
     )
     not_for: ClassVar[str] = (
-        "Weights in 4 bits: SmolLM2-135M at W4A8 33.64, w4a8.yaml 32.42. At W8A8 it is 29.09, w8a8.yaml 29.17, "
-        "w8a8-rotated.yaml 28.88. Short runs: every input takes `steps` passes through its block."
+        "Weights in 4 bits: SmolLM2-135M at W4A8 33.64, recipe w4a8 32.42. At W8A8 it is 29.09, w8a8 29.17, "
+        "w8a8-rotated 28.88. Short runs: every input takes `steps` passes through its block."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.09145"
 

@@ -41,8 +41,8 @@ class FPTQ(EqualizingPass):
         "Static scales of inputs wherever their range allows it, for programs that are slow at scales per token."
     )
     not_for: ClassVar[str] = (
-        "The least loss. SmolLM2-135M, uncompressed 28.78: 35.51 with int4 weights (w4a8.yaml: 32.42), 30.68 with int8 "
-        "(w8a8.yaml: 29.17)."
+        "The least loss. SmolLM2-135M, uncompressed 28.78: 35.51 with int4 weights (w4a8: 32.42), 30.68 with int8 "
+        "(w8a8: 29.17)."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2308.15987"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "activations_quantized", "cache_quantized"})

@@ -25,7 +25,7 @@ class GPTQ(CompensatingPass, QuantizingPass):
 
     Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column. The paper takes
     columns as they come, covers the range of each group, and sums tokens as they are (act_order: none, scale: absmax,
-    refine: 0, normalize_tokens: false; `recipes/gptq-paper.yaml`); the defaults lose less.
+    refine: 0, normalize_tokens: false; recipe `gptq-paper`); the defaults lose less.
     act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
     scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
 

@@ -310,6 +310,48 @@ def tensors(draw: Draw) -> None:
     save_file(held, path, metadata={"format": "pt"})
 
 
+def climbing(values: torch.Tensor, whole: int) -> torch.Tensor:
+    """Numbers of the same dtype that climb `whole` in all and wrap; the first and the last one stay."""
+    info, count = torch.iinfo(values.dtype), values.numel()
+    steps = [int(values[0]) + k * whole // max(count - 1, 1) for k in range(count)]
+    found = [(step - info.min) % (info.max - info.min + 1) + info.min for step in steps]
+    found[-1] = int(values[-1])
+    return torch.tensor(found, dtype=values.dtype)
+
+
+def indexes(draw: Draw) -> None:
+    """Change a tensor of integers: numbers that wrap in their dtype, its limits, or numbers just beyond a layer."""
+    path, chance = draw.file(".safetensors"), draw.random
+    try:
+        held = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    except (SafetensorError, OSError, ValueError, KeyError):  # an earlier change
+        return
+    whole = {name: t for name, t in held.items() if not (t.is_floating_point() or t.dtype is torch.bool) and t.numel()}
+    lines = {name: tensor for name, tensor in whole.items() if tensor.dim() == 1}  # such as columns and row starts
+    if not whole:
+        return
+    name = chance.choice(sorted(lines if lines and chance.random() < 0.7 else whole))
+    tensor = whole[name]
+    info, flat, at = torch.iinfo(tensor.dtype), tensor.flatten(), chance.randrange(tensor.numel())
+    size, kind = info.max - info.min + 1, chance.randrange(6)
+    if kind == 0:
+        flat = climbing(flat, chance.choice([size // 2, size, 2 * size, -size]))
+    elif kind == 1:
+        flat[at] = chance.choice([info.min, info.max, info.min + 1, info.max - 1])
+    elif kind == 2:
+        flat[at::2] = info.max
+        flat[at + 1 :: 2] = info.min
+    elif kind == 3:
+        beyond = chance.choice([32, 33, 64, 65, len(flat), len(flat) + 1, -1, int(flat.max()) + 1, int(flat.min()) - 1])
+        flat[at] = min(max(beyond, info.min), info.max)
+    elif kind == 4:
+        flat = flat.flip(0)
+    else:
+        flat[at:] = flat[at].clone()
+    held[name] = flat.view(tensor.shape).contiguous()
+    save_file(held, path, metadata={"format": "pt"})
+
+
 CHANGES: tuple[Callable[[Draw], None], ...] = (
     truncate,
     flip,
@@ -333,4 +375,7 @@ CHANGES: tuple[Callable[[Draw], None], ...] = (
     header,
     tensors,
     tensors,
+    indexes,
+    indexes,
+    indexes,
 )

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from fuzz_changes import CHANGES, Draw
+from fuzz_changes import CHANGES, Draw, indexes
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -50,6 +50,7 @@ CONSTANT = 96 << 20
 def steps() -> dict[str, list[Any]]:
     """Lists of passes by name. A format is tried with each, and takes part with those that it can store."""
     int4 = compress.RTN(weights="int4", group_size=16)
+    int4_inputs: dict[str, Any] = {"weights": "int4", "group_size": 16, "activations": "int4"}
     return {
         "plain": [],
         "int4": [int4],
@@ -66,6 +67,15 @@ def steps() -> dict[str, list[Any]]:
         "dictionaries": [compress.SqueezeLLM(bits=2, sensitivity="none", outliers=0.01)],
         "outliers": [compress.OWQ(weights="int4", group_size=16, budget=0.5)],
         "llm-int8": [compress.LLMInt8()],
+        "single-outliers": [compress.SqueezeLLM(bits=3, sensitivity="none", outliers=0.05)],
+        "groups": [compress.GPTQ(weights="int4", group_size=16, act_order="group")],
+        "permuted": [compress.ChannelPermutation(pattern="2:4", score="magnitude"), compress.Magnitude(pattern="2:4")],
+        "reassembled": [compress.QLLM(**int4_inputs), compress.RTN(**int4_inputs)],
+        "input-groups": [compress.RPTQ(activations="int8", clusters=4), int4],
+        "lattice": [compress.QuipSharp(bits=2)],
+        "trellis": [compress.QTIP(bits=2)],
+        "books": [compress.AQLM(bits=4, length=4)],
+        "pairs": [compress.Olive(compensate=False)],
         "low-rank": [int4, compress.LoRC(rank=2)],
         "cache": [compress.KVCache()],
     }
@@ -177,7 +187,7 @@ class Fuzzer:
         self.watch.seen.clear()
         before, reader = reset_peak(), reader_of(seed, name)
         with quiet():
-            found = self._read(reader, name)
+            found = self._read(reader, name, runs=set(changes) == {indexes})
         found.changes, found.checkpoint = tuple(change.__name__ for change in changes), name
         if reader is read_by_transformers:
             return found
@@ -188,12 +198,16 @@ class Fuzzer:
             found.failure = "; ".join(self.watch.seen)
         return found
 
-    def _read(self, reader: Callable[[Path], Any], name: str) -> Outcome:
+    def _read(self, reader: Callable[[Path], Any], name: str, runs: bool) -> Outcome:
+        """Read an input, and, if it `runs` and can, compute with it: indexes that are not checked end the process."""
         try:
             self.watch.on = True
             with nullcontext() if reader is read_by_transformers else within(SECONDS):
                 found = reader(self.folder)
                 self.watch.mapped()
+                if runs and reader is compress.load:
+                    with torch.no_grad():
+                        found[0](input_ids=torch.arange(3)[None])
         except CompressError as error:
             named = names_a_file(str(error), self.folder)
             return Outcome("error", str(error), None if named else "the message names no file")

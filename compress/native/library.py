@@ -174,6 +174,7 @@ def library() -> ctypes.CDLL | None:
     native.compress_attend.argtypes = [ctypes.POINTER(Attention)]
     native.compress_decode_walks.argtypes = [c_void_p] * 3 + [c_int64] * 5 + [c_int32]
     native.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+    native.compress_check_weight.argtypes = [c_void_p, c_int64, c_int64, c_int64]
     native.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     native.compress_advise.argtypes = native.compress_release.argtypes = [c_void_p, c_int64]
     native.compress_run.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32]

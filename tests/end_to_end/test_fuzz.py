@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from fuzz_changes import climbing
 from fuzzing import Fuzzer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -30,6 +31,18 @@ def test_damaged_checkpoints(fuzzer):
     assert not failed, f"{len(failed)} inputs failed: {json.dumps(failed, indent=1)}"
     ends = {outcome.end for outcome in found.values()}
     assert {"error", "model that its digests reject", "error of transformers"} <= ends  # all kinds of inputs were drawn
+
+
+def test_row_starts_that_wrap_are_refused(fuzzer, tmp_path):
+    """They climb by 2^32 in all, so that no difference of int32 is negative."""
+    target = shutil.copytree(fuzzer.made["native-single-outliers"], tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj.outliers_rows"
+    path = target / json.loads((target / "model.safetensors.index.json").read_text())["weight_map"][name]
+    held = load_file(path)
+    held[name] = climbing(held[name], 2**32)
+    save_file(held, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="does not rise from 0"):
+        compress.load(target)
 
 
 @pytest.fixture
@@ -337,3 +350,9 @@ def test_a_checkpoint_without_digests(folder):
     (folder / "SHA256SUMS").write_text("zork\n")
     with pytest.raises(ModelError, match="SHA256SUMS, line 1, is not a digest and the name of a file"):
         compress.load(folder, verify=True)
+
+
+def test_a_null_byte_in_the_index_is_told_by_transformers_reader_too(folder):
+    weight_map("\0.safetensors")(folder)
+    with pytest.raises(ModelError, match="is missing, but the index lists it"):
+        AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

@@ -11,6 +11,7 @@ from products import INT8, SETS, exact, near, part_of, random, size_of_terms
 from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu import KERNEL
+from compress.kernels.cpu.codes import product
 from compress.kernels.cpu_packed import KERNEL as SPARSE
 from compress.layers.linear import CompressedLinear
 from compress.layers.parts.codes import CodesPart
@@ -247,8 +248,39 @@ def test_what_the_kernel_of_kept_floats_leaves_to_torch():
     native, words = library(), torch.zeros(1, dtype=torch.int32)
     assert native.compress_pack(packed.address, words.data_ptr(), words.data_ptr(), 1) == -1  # is for codes
     assert native.compress_codes(packed.address, words.data_ptr(), 1, words.data_ptr(), 1) == -1
-    loose = replace(packed, masks=None, words=packed.words.view(1, -1))
-    assert native.compress_product(loose.address, 0, 0, None, None, 1, 64, 0, 0, 8, 1, 1) == -1  # without positions
+    packed.weight.masks = None
+    assert native.compress_product(packed.address, 0, 0, None, None, 1, 64, 0, 0, 8, 1, 1) == -1  # without positions
+
+
+def changed(tensor, at, value):
+    found = tensor.clone()
+    found.view(-1)[at] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda packed: {"offsets": changed(packed.offsets, 1, 2**62)},
+        lambda packed: {"offsets": changed(packed.offsets, 1, -1)},
+        lambda packed: {"offsets": packed.offsets[:1]},
+        lambda packed: {"masks": torch.full_like(packed.masks, -1)},
+        lambda packed: {"words": packed.words[:-1]},
+    ],
+)
+def test_kept_floats_that_are_elsewhere_are_refused(change):
+    mask = random(20, 64) > 0
+    packed = SPARSE.prepare(SparsePart.of(DensePart.of(random(20, 64) * mask), PackedMask.of(mask)))
+    with pytest.raises(ValueError, match="outside of it|do not fit together"):
+        product(random(1, 64), replace(packed, **change(packed)), None)
+
+
+@pytest.mark.parametrize("column", [64, 2**31 - 1, -2, -(2**31)])
+def test_columns_of_groups_outside_of_the_inputs_are_refused(column):
+    packed = part_of(20, 64, 4, 7, True).prepared(KERNEL)
+    wrong = replace(packed, order=changed(packed.order, 3, column))
+    with pytest.raises(ValueError, match="outside of it"):
+        product(random(1, 64), wrong, None)
 
 
 def test_kept_floats_compile_to_one_graph():

@@ -1,5 +1,7 @@
 """Kernels of single weights against the dense weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,6 +108,35 @@ def test_a_weight_outside_of_the_layer_is_an_error(name, index, value):
     part.tensors()[name][index] = value
     with pytest.raises(ValueError, match=f"weight_{name}|weight.{name}"):
         dispatch.linear(random(1, 64), [part], None, None)
+
+
+STARTS = [
+    [0, 2**31, 2**32, 2],
+    [0, -1, 1, 2],
+    [0, 2, 1, 2],
+    [1, 1, 2, 2],
+    [0, 1, 2, 3],
+    [0, 2**62, -(2**62), 2],
+    [0, 1, 2],
+]
+
+
+@pytest.mark.parametrize("starts", STARTS)
+def test_the_library_refuses_rows_that_begin_elsewhere(starts):
+    packed = weights_of(3, 64).prepared(KERNEL)
+    held = {"words": torch.ones(1, 2), "order": torch.tensor([0, 63], dtype=torch.int32)}
+    right = replace(packed, **held, offsets=torch.tensor([0, 1, 2, 2]))
+    assert product(torch.ones(1, 64), right, None).tolist() == [[1.0, 1.0, 0.0]]
+    with pytest.raises(ValueError, match="outside of it|do not fit together"):
+        product(torch.ones(1, 64), replace(right, offsets=torch.tensor(starts)), None)
+
+
+@pytest.mark.parametrize("columns", [[0, 64], [-1, 0], [0, 2**31 - 1], [-(2**31), 0], [0], [0, 1, 2]])
+def test_the_library_refuses_columns_outside_of_a_weight(columns):
+    held = {"words": torch.ones(1, 2), "offsets": torch.tensor([0, 1, 2, 2])}
+    wrong = replace(weights_of(3, 64).prepared(KERNEL), **held, order=torch.tensor(columns, dtype=torch.int32))
+    with pytest.raises(ValueError, match="outside of it|do not fit together"):
+        product(torch.ones(1, 64), wrong, None)
 
 
 @pytest.mark.parametrize(("name", "value"), [("groups", 3), ("units", 1), ("order", None), ("offsets", None)])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from draws import random
+from fuzz_changes import climbing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,18 @@ def test_tensors_that_cannot_be_right_are_errors(change, message):
     part = OutliersPart.of_positions(random(2, 6), chosen)
     with pytest.raises(ValueError, match=message):
         LayerScheme(part.shape, (part.scheme,)).read({**stored(part), **change})
+
+
+@pytest.mark.parametrize("rows", [3, 8, 100])
+def test_row_starts_that_wrap_are_errors(rows):
+    """They climb by 2^32 in all, so that no difference of int32 is negative, and end at the number of weights."""
+    chosen = torch.zeros(rows, 6, dtype=torch.bool)
+    chosen[0, :3] = True  # so that all columns ascend wherever rows begin
+    part = OutliersPart.of_positions(random(rows, 6), chosen)
+    starts = climbing(part.rows, 2**32)
+    assert starts[0] == 0 and starts[-1] == 3 and (starts.diff() > 0).all()
+    with pytest.raises(ValueError, match="weight_rows does not rise from 0 to 3"):
+        LayerScheme(part.shape, (part.scheme,)).read({**stored(part), "weight_rows": starts})
 
 
 def test_none_and_all_columns_are_refused():

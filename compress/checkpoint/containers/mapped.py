@@ -48,6 +48,8 @@ class Slice:
 
 def open_mapped(path: Path) -> MappedTensors:
     """Open a file; its header is parsed once as long as it does not change. Raises as `MappedTensors`."""
+    if "\0" in str(path):  # of an index; a ValueError of Python
+        raise FileNotFoundError(f"no file has a null byte in its name: {path}")
     status = path.stat()
     return _opened(path, status.st_size, status.st_mtime_ns, status.st_ino)
 

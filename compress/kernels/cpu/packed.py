@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.native.library import LANES, Weight, library, pointer
 
+OUTSIDE = -3  # what compress_check_weight returns for indexes outside of a weight
 UNIT = 32  # columns of a unit; a tile has LANES rows
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # compress_scale of compress_cpu.h
@@ -20,7 +21,7 @@ TILES = "step_bits", "states", "tile_rows", "tile_columns"  # fields of compress
 
 @dataclass(frozen=True, eq=False)
 class PackedCodes:
-    """The weights of a part in the layout of compress_cpu.h.
+    """The weights of a part in the layout of compress_cpu.h. Its indexes are checked once, before the first product.
 
     Attributes:
         words: codes: int32 [tiles, units, bits, 16]. Packed sparse floats: [weights + 16]. Dense floats: [out, in].
@@ -57,7 +58,10 @@ class PackedCodes:
 
     @cached_property
     def weight(self) -> Weight:
-        """The C structure; valid as long as the tensors are."""
+        """The C structure; valid as long as the tensors are.
+
+        Raises ValueError for sizes that do not fit together, and for indexes outside of the weight.
+        """
         sizes: dict[str, int] = {}
         if self.tiles:
             sizes.update(zip(TILES, self.tiles, strict=True))
@@ -65,7 +69,7 @@ class PackedCodes:
             sizes.update(zip(BOOKS, self.table.shape, strict=True))
         if sizes:
             sizes["stride"] = self.words.stride(0)
-        return Weight(
+        weight = Weight(
             words=self.words.data_ptr(),
             scale=self.scale.data_ptr(),
             zero=pointer(self.zero),
@@ -84,6 +88,19 @@ class PackedCodes:
             zero_type=0 if self.zero is None else SCALES[self.zero.dtype],
             **sizes,
         )
+        self._check(weight)
+        return weight
+
+    def _check(self, weight: Weight) -> None:
+        """Check what products rely on: indexes that lead outside of the tensors would be read there."""
+        native = library()
+        assert native is not None
+        lengths = [0 if tensor is None else tensor.numel() for tensor in (self.words, self.order, self.offsets)]
+        status = native.compress_check_weight(ctypes.addressof(weight), *lengths)
+        if status == OUTSIDE:
+            raise ValueError(f"a packed weight [{self.rows}, {self.width}] holds columns or row starts outside of it")
+        if status:
+            raise ValueError(f"the sizes of a packed weight [{self.rows}, {self.width}] do not fit together")
 
     @cached_property
     def address(self) -> int:

@@ -134,7 +134,7 @@ class OutliersPart(WeightPart):
         name, (height, width) = stored_name(prefix, "columns"), self.shape
         if int(self.columns.min()) < 0 or int(self.columns.max()) >= width:
             raise ValueError(f"{name} holds a column outside of the {width} columns of the layer")
-        rises = self.columns.diff() > 0
+        rises = self.columns.long().diff() > 0
         if self.rows is not None:
             self._validate_rows(prefix, height)
             row_ends = self.rows[1:-1].long()
@@ -144,8 +144,8 @@ class OutliersPart(WeightPart):
 
     def _validate_rows(self, prefix: str, height: int) -> None:
         assert self.rows is not None
-        start, stop = int(self.rows[0]), int(self.rows[-1])
-        if start != 0 or stop != len(self.columns) or bool((self.rows.diff() < 0).any()):
+        rows = self.rows.long()  # differences of int32 can wrap
+        if int(rows[0]) != 0 or int(rows[-1]) != len(self.columns) or bool((rows.diff() < 0).any()):
             raise ValueError(
                 f"{stored_name(prefix, 'rows')} does not rise from 0 to {len(self.columns)} over {height} rows"
             )

@@ -130,6 +130,31 @@ bool consistent(const compress_weight &w) {
     return w.groups == (w.units * 32 + w.group - 1) / w.group;
 }
 
+// Whether all columns are below `width`, and not below `lowest`.
+bool inside(const int32_t *columns, int64_t count, int32_t lowest, int64_t width) {
+    bool found = true;
+    for (int64_t k = 0; k < count; ++k) found &= columns[k] >= lowest && columns[k] < width;
+    return found;
+}
+
+// Whether row starts of single weights rise from 0 to their number.
+bool rising(const int64_t *starts, int64_t rows, int64_t numbers) {
+    bool found = starts[0] == 0 && starts[rows] == numbers;
+    for (int64_t row = 0; row < rows; ++row) found &= starts[row] <= starts[row + 1];
+    return found;
+}
+
+// Whether the tiles of kept weights begin where the masks say, and a vector behind the last weight can be read.
+bool counted(const compress_weight &w, int64_t numbers) {
+    int64_t count = 0;
+    for (int64_t tile = 0; tile < (w.rows + 15) / 16; ++tile) {
+        if (w.offsets[tile] != count) return false;
+        const uint16_t *masks = w.masks + tile * w.units * 32;
+        for (int64_t k = 0; k < w.units * 32; ++k) count += __builtin_popcount(masks[k]);
+    }
+    return count <= numbers - 16;
+}
+
 bool consistent(const compress_hadamard &h) {
     constexpr int64_t LARGEST = 1 << 20;
     if (h.order < 1 || h.order > LARGEST || h.inner < 1 || h.inner > h.order || h.levels < 0 || h.levels > 20 || h.count < 0)
@@ -308,6 +333,18 @@ int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t 
     Packing packing{weight, const_cast<uint8_t *>(codes), words, nullptr, 0};
     compress_cpu::parallel(pack_tile, &packing, (weight->rows + 15) / 16, threads);
     return 0;
+}
+
+int compress_check_weight(const compress_weight *weight, int64_t numbers, int64_t places, int64_t starts) {
+    const compress_weight &w = *weight;
+    if (!consistent(w) || numbers < 0) return -1;
+    if (positions(w)) {
+        if (starts != w.rows + 1 || places != numbers) return -1;
+        return rising(w.offsets, w.rows, numbers) && inside(w.order, numbers, 0, w.width) ? 0 : COMPRESS_OUTSIDE;
+    }
+    if (kept_alone(w)) return starts != (w.rows + 15) / 16 ? -1 : counted(w, numbers) ? 0 : COMPRESS_OUTSIDE;
+    if (!w.order) return 0;
+    return places != w.units * 32 ? -1 : inside(w.order, places, -1, w.width) ? 0 : COMPRESS_OUTSIDE;
 }
 
 int compress_codes(const compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes, int32_t threads) {

@@ -35,7 +35,7 @@ enum compress_rounding {
 // codebook.
 // POINTS: points of a lattice. Each run of 8 weights is one point or the sum of two, of 2, 3 or 4 bytes; see lookup.inc.
 // POSITIONS: floats at single positions. `words` contains them row by row, `offsets` [rows + 1] the start of each row and the
-// end of the last one, and `order` the column of each weight. Columns are not checked. All other weights are zero.
+// end of the last one, and `order` the column of each weight. compress_check_weight checks both. All other weights are zero.
 // WALKS: trellis paths. `words` contains tiles of [tile_rows, tile_columns] weights, `stride` bytes for each row of tiles. A
 // tile is a circular bit string, each byte from its upper bit on. Each weight, or each pair with HYB, has a state: the `states`
 // bits from its position in the circle on, the first bit the highest. The next state is `step_bits` further; see walks.inc.
@@ -101,6 +101,13 @@ COMPRESS_API int compress_product(const struct compress_weight *weight, const vo
 
 // Packs codes [rows, width] (one byte each) in the order of `weight`, into words; other pointers of weight are not read.
 COMPRESS_API int compress_pack(const struct compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads);
+
+// What compress_check_weight returns for an index outside of what it counts.
+#define COMPRESS_OUTSIDE (-3)
+
+// Checks what products do not check: every index that a weight holds. numbers, places, starts: the lengths of words (of single
+// weights), of `order` and of `offsets`; 0 for NULL. 0, -1 for sizes that do not fit together, or COMPRESS_OUTSIDE.
+COMPRESS_API int compress_check_weight(const struct compress_weight *weight, int64_t numbers, int64_t places, int64_t starts);
 
 // The codes [rows, count] of some packed columns.
 COMPRESS_API int compress_codes(const struct compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes,

@@ -356,3 +356,11 @@ def test_a_null_byte_in_the_index_is_told_by_transformers_reader_too(folder):
     weight_map("\0.safetensors")(folder)
     with pytest.raises(ModelError, match="is missing, but the index lists it"):
         AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def test_a_pipe_in_the_place_of_weights_is_told_by_transformers_reader_too(folder):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="is truncated or not a safetensors file"):
+        AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

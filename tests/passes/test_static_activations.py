@@ -51,6 +51,7 @@ def test_transformers_rounds_inputs_with_the_stored_scale(folder, tmp_path):
         with dispatch.plain_torch():
             assert near_rounded(logits(theirs), logits(ours)) and layers_near(theirs, ours, IDS)
         assert not torch.equal(logits(theirs), logits(compress.load(folder)[0]))
+        assert not layers_near(theirs, compress.load(folder)[0], IDS)
 
 
 def scaled(folder, copy, factor):

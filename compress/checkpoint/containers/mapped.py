@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO
 
 import torch
@@ -51,6 +52,8 @@ def open_mapped(path: Path) -> MappedTensors:
     if "\0" in str(path):  # of an index; a ValueError of Python
         raise FileNotFoundError(f"no file has a null byte in its name: {path}")
     status = path.stat()
+    if not S_ISREG(status.st_mode):  # safetensors would wait for a pipe without end
+        raise OSError("no regular file")
     return _opened(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 

@@ -15,7 +15,7 @@ from compress.cli.show import print_json, print_table
     "--compile",
     "compiled",
     is_flag=True,
-    help="Decode with torch.compile where steps are not recorded; needs a C++ compiler.",
+    help="Decode with torch.compile where steps are not traced; needs a C++ compiler.",
 )
 @click.option("--activations", type=click.Choice(["int8"]), help="Round the inputs of layers of integer codes: faster.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

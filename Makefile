@@ -20,7 +20,7 @@ check: $(READY)
 	$(BIN)/ruff format --check compress docs eval notebooks tests
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
 
-# The pages of docs/ that are generated: docs/passes/ and the tables of docs/measured.md.
+# The pages that are generated: docs/passes/, what `compress passes NAME` prints, and the tables of docs/measured.md.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 

@@ -196,7 +196,10 @@ def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str, acti
 
 def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
     """Read a recipe with the settings of `recipe_options`."""
+    from compress.recipe.names import check_file
+
     settings = settings_of(**options, model=model)
+    check_file(recipe, settings)
     with without_collection():
         from compress.recipe.schema import Recipe  # torch takes seconds to import; --help does not need it
 
@@ -205,7 +208,10 @@ def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
 
 def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
     """Build a recipe from plain values with the settings of `recipe_options`."""
+    from compress.recipe.names import check_data
+
     settings = settings_of(**options)
+    check_data(data, settings)
     with without_collection():
         from compress.recipe.schema import Recipe
 

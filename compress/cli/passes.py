@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import click
 
 from compress.cli.complete import complete_pass, complete_shipped
 from compress.cli.show import print_json, print_pass
 from compress.errors import RecipeError, did_you_mean
+
+if TYPE_CHECKING:
+    from compress.recipe.pages import PassPage
 
 
 @click.command()
@@ -15,21 +21,41 @@ from compress.errors import RecipeError, did_you_mean
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def passes(name: str | None, plugin: tuple[str, ...], as_json: bool) -> None:
     """List the passes, or print the page of the pass NAME: its use, options, paper and measured rows."""
-    from compress.recipe.pages import PassPage, summary_of
-    from compress.recipe.plugins import available
+    from compress.passes import PASSES
+    from compress.recipe.installed import installed
 
-    known = available(plugin)
-    if name is None and as_json:
-        print_json([{"name": key, "summary": summary_of(step), "paper": step.paper} for key, step in known.items()])
-    elif name is None:
-        width = max(map(len, known))
-        for key, step in known.items():
-            click.echo(f"{key:{width}}  {summary_of(step)}")
-    elif name in known:
-        page = PassPage.of(name, known[name])
-        print_json(page.to_json()) if as_json else print_pass(page)
+    if plugin or installed():
+        from compress.recipe.described import pages_of_all
+
+        pages = pages_of_all(plugin)
     else:
-        raise RecipeError(f"pass {name!r} is not known{did_you_mean(name, known)}")
+        pages = {key: partial(_page, key) for key in PASSES}
+    if name is not None and name not in pages:
+        raise RecipeError(f"pass {name!r} is not known{did_you_mean(name, pages)}")
+    if name is not None:
+        page = pages[name]()
+        print_json(page.to_json()) if as_json else print_pass(page)
+        return
+    found = {key: read() for key, read in pages.items()}
+    if as_json:
+        print_json([{"name": key, "summary": page.summary, "paper": page.paper} for key, page in found.items()])
+        return
+    width = max(map(len, found))
+    for key, page in found.items():
+        click.echo(f"{key:{width}}  {page.summary}")
+
+
+def _page(key: str) -> PassPage:
+    """The page of a pass of this package: the stored one, or that of its class if it has changed since."""
+    from compress.recipe.pages import PassPage
+
+    page = PassPage.stored(key)
+    if page is None:
+        from compress.passes import PASSES
+        from compress.recipe.described import page_of
+
+        page = page_of(key, PASSES[key])
+    return page
 
 
 @click.command()

@@ -51,10 +51,14 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
         return
     if subject is None:
         raise click.UsageError("write a MODEL, FOLDER or RECIPE, or --devices")
+    is_recipe = Path(subject).suffix in SUFFIXES or (subject in shipped() and not Path(subject).is_dir())
+    if is_recipe:
+        from compress.recipe.names import check_file
+
+        check_file(subject)
     with without_collection():
         from compress.pipeline.rooflines import roofline as estimate
         from compress.recipe.schema import Recipe
-    is_recipe = Path(subject).suffix in SUFFIXES or (subject in shipped() and not Path(subject).is_dir())
     found = estimate(Recipe.from_yaml(subject) if is_recipe else subject, on, batch, context)
     if as_json:
         print_json(found.to_json())

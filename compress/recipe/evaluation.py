@@ -16,10 +16,9 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
 from compress.passes.contract.options import OptionError, Options, mistake
 from compress.recipe.calibration import EvaluatedTexts
+from compress.recipe.names import SUITE
 from compress.recipe.yaml import compose, read_file
 
-SUITE = "suite"
-"""The key of a suite in the values of `eval`."""
 PROMPTED = ("tasks", "generation", "speed")
 """The options for models that answer prompts. For other models they are left out if only a suite states them, which
 `model_fields_set` does not count, and otherwise an error."""

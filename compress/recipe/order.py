@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compress.errors import RecipeError
 from compress.models.structure.ends import EMBEDDING, HEAD
 from compress.passes.contract.facts import Fact
-from compress.passes.contract.options import Place, place_text
 from compress.passes.contract.passes import Pass
+from compress.passes.contract.wording import recipe_error
 
 DISJOINT = "remove one of the two, or give them disjoint targets"
-
-
-def recipe_error(path: Place, message: str) -> RecipeError:
-    """The error for a mistake at a place in the recipe's data."""
-    where = place_text(path)
-    return RecipeError(f"{where}: {message}" if where else message, path)
 
 
 def label(index: int, step: Pass) -> str:

@@ -1,25 +1,26 @@
 """The page of a pass: what it does and is for, its options with defaults and ranges, its paper, and measured rows.
 
 `compress passes NAME` prints it, and docs/passes/ holds all pages as Markdown. Everything comes from the class of the
-pass, the presets, and the measured rows.
+pass (`compress.recipe.described`), the presets, and the measured rows. What comes from the class is stored in `pages/`
+by `make docs`, because importing a pass takes seconds; this module imports nothing slow.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from importlib.resources import files
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
-
-from compress.passes.contract.discovery import is_class
-from compress.passes.contract.options import Options
-from compress.passes.contract.passes import Pass
+from compress.passes import PASSES
 from compress.recipe.measured import HEAD, Row, Table, measured, rows_of
+from compress.recipe.outlines import outline_of_pass
 from compress.recipe.presets import presets
+
+TEXTS = "summary", "text", "use_for", "not_for", "paper"
+FACTS = "needs", "refuses", "makes"
+"""The fields of a page that come from the class of its pass, with its options."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,37 @@ class PassPage:
     measured: tuple[tuple[Table, tuple[Row, ...]], ...]
 
     @classmethod
-    def of(cls, key: str, step: type[Pass]) -> PassPage:
-        """The page of a class under its key in recipes."""
+    def stored(cls, name: str) -> PassPage | None:
+        """The page of a pass of this package from its file in `pages/`; None if its class has changed since."""
+        file = files("compress.recipe").joinpath("pages", f"{name}.json")
+        if not file.is_file():
+            return None
+        values = json.loads(file.read_text(encoding="utf-8"))
+        known = outline_of_pass(name, PASSES.kind(name))
+        options = [option["name"] for option in values["options"] if "." not in option["name"]]
+        if values["summary"] != known.summary or set(options) != set(known.options):
+            return None
+        return cls.of_values(name, values)
+
+    @classmethod
+    def of_values(cls, name: str, values: Mapping[str, Any]) -> PassPage:
+        """The page from what the class of a pass says; schemes and measured rows are added."""
+        options = tuple(Option(**option) for option in values["options"])
+        texts: dict[str, Any] = {key: values[key] for key in TEXTS}
+        facts: dict[str, Any] = {key: tuple(values[key]) for key in FACTS}
         return cls(
-            name=key,
-            summary=summary_of(step),
-            text=inspect.cleandoc(step.__doc__ or "").partition("\n")[2].strip(),
-            use_for=step.use_for,
-            not_for=step.not_for,
-            paper=step.paper,
-            needs=tuple(sorted(step.after)),
-            refuses=tuple(sorted(step.never_after)),
-            makes=tuple(sorted(step.makes)),
-            options=tuple(options_of(step)),
-            schemes=tuple(name for name, preset in presets().items() if any(key in item for item in preset.passes)),
-            measured=tuple((table, tuple(rows)) for table, rows in rows_of(key)),
+            name=name,
+            **texts,
+            **facts,
+            options=options,
+            schemes=tuple(title for title, preset in presets().items() if any(name in item for item in preset.passes)),
+            measured=tuple((table, tuple(rows)) for table, rows in rows_of(name)),
         )
+
+    def of_class(self) -> dict[str, Any]:
+        """What `of_values` takes: the plain values that the class of the pass says."""
+        values = asdict(self)
+        return {key: values[key] for key in (*TEXTS, *FACTS, "options")}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. measured: one list of rows, each with the name of its table."""
@@ -93,68 +109,6 @@ class PassPage:
             if facts:
                 names = [fact.replace("_", " ") for fact in facts]
                 yield text.format(" or ".join(names) if facts is self.refuses else " and ".join(names))
-
-
-def summary_of(step: type[Pass]) -> str:
-    """The first line of the documentation of a pass."""
-    return inspect.cleandoc(step.__doc__ or "").partition("\n")[0].strip()
-
-
-class _AnyValue(GenerateJsonSchema):
-    """Types with a validator alone take any value in the schema; the description of the option tells more."""
-
-    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
-        return {}
-
-
-def options_of(step: type[BaseModel], within: str = "") -> Iterator[Option]:
-    """The options of a pass in the order of the class; `name.option` for those of an option that is a mapping of them.
-
-    within: the name of that mapping, with its dot.
-    """
-    for name, field in step.model_fields.items():
-        adapter = TypeAdapter[Any](field.rebuild_annotation())
-        default = None
-        if not field.is_required():
-            default = json.dumps(adapter.dump_python(field.get_default(call_default_factory=True), mode="json"))
-        schema = adapter.json_schema(schema_generator=_AnyValue)
-        values = " or ".join(dict.fromkeys(_words(schema, schema.get("$defs", {}))))
-        yield Option(f"{within}{field.alias or name}", values, default, field.description or "")
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if is_class(kind) and issubclass(kind, Options):
-                yield from options_of(kind, f"{within}{name}.")
-
-
-def _words(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """The alternatives of a JSON schema in words; none where the schema takes anything."""
-    if "$ref" in schema:
-        yield from _words(known[schema["$ref"].rpartition("/")[2]], known)
-    elif "anyOf" in schema or "oneOf" in schema:
-        for one in schema.get("anyOf", schema.get("oneOf")):
-            yield from _words(one, known)
-    elif "const" in schema or "enum" in schema:
-        yield ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
-    elif "type" in schema:
-        items = "".join(_words(schema.get("items", {}), known)) if "enum" in schema.get("items", {}) else ""
-        kind: str = schema["type"]
-        yield _TYPES.get(kind, kind) + (f" of {items}" if items else "") + _range(schema)
-
-
-_TYPES = {
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "a name",
-    "null": "null",
-    "array": "a list",
-    "object": "a mapping",
-}
-_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
-
-
-def _range(schema: Mapping[str, Any]) -> str:
-    bounds = [f"{words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema]
-    return " " + " and ".join(bounds) if bounds else ""
 
 
 def markdown(page: PassPage, recipe: str) -> str:

@@ -18,10 +18,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -31,12 +30,11 @@ from compress.errors import RecipeError, did_you_mean
 from compress.passes import PASSES
 from compress.passes.contract.discovery import class_of_file, is_class
 from compress.passes.contract.passes import Pass
-from compress.recipe.order import recipe_error
+from compress.passes.contract.wording import recipe_error
+from compress.recipe.installed import GROUP, installed
 
 T = TypeVar("T")
 
-GROUP = "compress.passes"
-"""The entry point group of installed passes."""
 SCRIPT = "__main__"
 KINDS = "LayerPass, BlockPass or ModelPass of compress.passes.contract.passes"
 
@@ -156,15 +154,6 @@ def module_text(name: str) -> str | None:
         return inspect.getsource(sys.modules[name])
     except (OSError, TypeError, KeyError):
         return None
-
-
-@cache
-def installed() -> dict[str, list[EntryPoint]]:
-    """The entry points of installed packages by name; nothing is loaded."""
-    found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found
 
 
 def _load_installed(key: str, points: Sequence[EntryPoint]) -> type[Pass]:

@@ -27,17 +27,19 @@ from compress.checkpoint.sources.packed import is_compressed
 from compress.errors import RecipeError, did_you_mean
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import DEVICES
-from compress.passes.contract.options import Options, Place, mistake
+from compress.passes.contract.options import Options, mistake
 from compress.passes.contract.passes import Pass
+from compress.passes.contract.wording import Place, recipe_error
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
-from compress.recipe.order import check_order, label, recipe_error
+from compress.recipe.names import located
+from compress.recipe.order import check_order, label
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.sensitivities import expand_sensitivities
-from compress.recipe.settings import Setting, apply_settings, blamed, involved
+from compress.recipe.settings import Setting, apply_settings, blamed
 from compress.recipe.shipped import find_recipe
-from compress.recipe.yaml import compose, nearest, read_file
+from compress.recipe.yaml import compose, read_file
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -192,10 +194,7 @@ class Recipe(BaseModel):
             data, origins = _expanded(data, folder)
             return cls.model_validate(apply_settings(data, settings))
         except RecipeError as error:
-            if (found := blamed(settings, error)) is not None:
-                raise found from None
-            line, column = nearest(places, _before_expansion(error.path, origins))
-            raise RecipeError(f"{name}:{line}:{column}: {error}{involved(settings, error)}", error.path) from error
+            raise located(error, name, places, origins, settings) from error
 
     @classmethod
     def from_data(cls, data: Any, settings: Sequence[Setting] = ()) -> Recipe:
@@ -216,12 +215,6 @@ def _expanded(data: Any, folder: Path | None = None) -> tuple[Any, list[int]]:
         return data, []
     items, origins = expand(expand_sensitivities(data["passes"], folder))
     return {**data, "passes": items}, origins
-
-
-def _before_expansion(path: Place, origins: Sequence[int]) -> Place:
-    """A place in the data before presets were expanded."""
-    index = path[1] if len(path) > 1 and path[0] == "passes" else None
-    return ("passes", origins[index], *path[2:]) if isinstance(index, int) and index < len(origins) else path
 
 
 def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType({})) -> tuple[Pass, ...]:

@@ -20,9 +20,8 @@ from compress.layers.linear import kind_of
 from compress.numerics.budget import within_budget
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
+from compress.recipe.names import SENSITIVITY as KEY
 
-KEY = "sensitivity"
-"""The key of such an item among the passes of a recipe."""
 OPTIONS = "file", "bits", "with"
 FILE = "sensitivity.json"
 """The file in a run's folder whose heat maps the report shows."""

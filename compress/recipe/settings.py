@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from compress.errors import RecipeError
+from compress.passes.contract.wording import Place
 from compress.recipe.yaml import plain_values
-
-Place = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)

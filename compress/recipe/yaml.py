@@ -13,7 +13,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from compress.errors import RecipeError
-from compress.passes.contract.options import Place
+from compress.passes.contract.wording import Place
 
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 

@@ -34,6 +34,9 @@ def main() -> None:
         for name, words in {
             "compress --help": [*command, "--help"],
             "compress quantize --help": [*command, "quantize", "--help"],
+            "compress passes": [*command, "passes"],
+            "compress passes gptq": [*command, "passes", "gptq"],
+            "compress recipes": [*command, "recipes"],
             "floor": ["-c", FLOOR],
             "compress plan": [*command, "plan", str(recipe)],
         }.items():

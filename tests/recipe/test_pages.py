@@ -8,8 +8,9 @@ import pytest
 
 from compress import Recipe
 from compress.passes import PASSES
+from compress.recipe.described import options_of, page_of, summary_of
 from compress.recipe.measured import figure, measured, rows_of
-from compress.recipe.pages import PassPage, markdown, options_of, summary_of
+from compress.recipe.pages import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,7 @@ def test_options_have_ranges_and_defaults_in_words():
 
 
 def test_the_page_has_the_order_the_schemes_and_the_measured_rows():
-    page = PassPage.of("gptq", PASSES["gptq"])
+    page = page_of("gptq", PASSES["gptq"])
     assert (
         dict(page.sections())["Order"] == "The layers must not be quantized before it. They are quantized afterwards."
     )
@@ -62,7 +63,7 @@ def test_the_page_has_the_order_the_schemes_and_the_measured_rows():
     }
     text = markdown(page, "model: m")
     assert "| `damping` | a number above 0 and at most 1 | `0.01` |" in text and "```yaml\nmodel: m\n```" in text
-    alone = markdown(PassPage.of("top_kast", PASSES["top_kast"]), "x")
+    alone = markdown(page_of("top_kast", PASSES["top_kast"]), "x")
     assert "No row of [the tables]" in alone
 
 

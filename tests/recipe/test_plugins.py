@@ -13,7 +13,7 @@ from compress.cli import main
 from compress.errors import RecipeError
 from compress.passes.contract.discovery import classes_by_file
 from compress.passes.contract.passes import Pass
-from compress.recipe import plugins
+from compress.recipe import installed, plugins
 
 SOURCE = '''
 """A pass of another author."""
@@ -179,12 +179,12 @@ def declared(monkeypatch, module):
     """declared(name=value, ...): the entry points of installed packages."""
 
     def declare(*points):
-        found = [EntryPoint(name, value, plugins.GROUP) for name, value in points]
-        monkeypatch.setattr(plugins, "entry_points", lambda group: found)
-        plugins.installed.cache_clear()
+        found = [EntryPoint(name, value, installed.GROUP) for name, value in points]
+        monkeypatch.setattr(installed, "entry_points", lambda group: found)
+        installed.installed.cache_clear()
 
     yield declare
-    plugins.installed.cache_clear()
+    installed.installed.cache_clear()
 
 
 def test_a_pass_of_an_installed_package(declared, module):

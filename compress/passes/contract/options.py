@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -12,9 +12,7 @@ from typing_extensions import Self
 from compress.errors import RecipeError, TargetError, did_you_mean
 from compress.models.structure.select import matches, select
 from compress.passes.contract.discovery import is_class
-
-Place = tuple[str | int, ...]
-"""A place in a recipe: ('passes', 1, 'gptq', 'group_size')."""
+from compress.passes.contract.wording import Place, place_text, unknown_option
 
 PLAIN_WORDS = {
     "missing": "is missing",
@@ -32,28 +30,6 @@ INHERITED = "inherited"
 
 DENSE = "none"
 """The value of `weights` in an override for layers that the pass skips."""
-
-
-SYNONYMS = {
-    "bits": ("weights", "int{value}"),
-    "nbits": ("weights", "int{value}"),
-    "wbits": ("weights", "int{value}"),
-    "num_bits": ("weights", "int{value}"),
-    "dtype": ("weights", "{value}"),
-    "sym": ("symmetric", "{value}"),
-    "zero_point": ("symmetric", "false"),
-    "desc_act": ("act_order", "static"),
-    "actorder": ("act_order", "{value}"),
-    "damp_percent": ("damping", "{value}"),
-    "percdamp": ("damping", "{value}"),
-    "dampening_frac": ("damping", "{value}"),
-    "mask_structure": ("pattern", "{value}"),
-    "prunen": ("pattern", '"2:4"'),
-    "exclude": ("ignore", "{value}"),
-    "modules_to_not_convert": ("ignore", "{value}"),
-    "lr": ("learning_rate", "{value}"),
-}
-"""Names of options in other libraries, the option here with the same purpose, and a value of it."""
 
 
 class OptionError(RecipeError, ValueError):
@@ -106,11 +82,6 @@ class Options(BaseModel):
         __init__.__pydantic_base_init__ = True  # pydantic then validates mappings without calling it
 
 
-def place_text(place: Place) -> str:
-    """A place in words: 'overrides[1] group_size'."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f" {part}" for part in place).strip()
-
-
 def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]:
     """The first mistake that pydantic found: its place, and the message in terms of the recipe."""
     first = error.errors()[0]
@@ -127,16 +98,6 @@ def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]
     message = first["msg"].removeprefix("Value error, ")
     asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
     return place, message[0].lower() + message[1:] + asked
-
-
-def unknown_option(name: str, known: Iterable[str], value: Any = None) -> str:
-    """The message for an option that does not exist, with the nearest known one. value: as given, for a hint."""
-    known = set(known)
-    meant, spelled = SYNONYMS.get(name, ("", ""))
-    if meant not in known:
-        return f"unknown option{did_you_mean(name, known)}"
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return f"unknown option; did you mean {meant!r}? Write {meant}: {spelled.format(value=shown)}"
 
 
 def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:

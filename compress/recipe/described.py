@@ -1,0 +1,106 @@
+"""The page of a pass from its class: documentation, order, and options with their types and ranges in words."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+
+from compress.passes.contract.discovery import is_class
+from compress.passes.contract.options import Options
+from compress.passes.contract.passes import Pass
+from compress.recipe.pages import Option, PassPage
+from compress.recipe.plugins import available
+
+
+def page_of(key: str, step: type[Pass]) -> PassPage:
+    """The page of a class under its key in recipes."""
+    return PassPage.of_values(
+        key,
+        {
+            "summary": summary_of(step),
+            "text": inspect.cleandoc(step.__doc__ or "").partition("\n")[2].strip(),
+            "use_for": step.use_for,
+            "not_for": step.not_for,
+            "paper": step.paper,
+            "needs": sorted(step.after),
+            "refuses": sorted(step.never_after),
+            "makes": sorted(step.makes),
+            "options": [vars(option) for option in options_of(step)],
+        },
+    )
+
+
+def pages_of_all(plugins: Sequence[str]) -> dict[str, Callable[[], PassPage]]:
+    """What makes the page of every pass, by key; those of installed packages and of plugin files, too.
+
+    Raises RecipeError for a plugin that cannot be loaded.
+    """
+    return {key: partial(page_of, key, step) for key, step in available(plugins).items()}
+
+
+def summary_of(step: type[Pass]) -> str:
+    """The first line of the documentation of a pass."""
+    return inspect.cleandoc(step.__doc__ or "").partition("\n")[0].strip()
+
+
+class _AnyValue(GenerateJsonSchema):
+    """Types with a validator alone take any value in the schema; the description of the option tells more."""
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
+        return {}
+
+
+def options_of(step: type[BaseModel], within: str = "") -> Iterator[Option]:
+    """The options of a pass in the order of the class; `name.option` for those of an option that is a mapping of them.
+
+    within: the name of that mapping, with its dot.
+    """
+    for name, field in step.model_fields.items():
+        adapter = TypeAdapter[Any](field.rebuild_annotation())
+        default = None
+        if not field.is_required():
+            default = json.dumps(adapter.dump_python(field.get_default(call_default_factory=True), mode="json"))
+        schema = adapter.json_schema(schema_generator=_AnyValue)
+        values = " or ".join(dict.fromkeys(_words(schema, schema.get("$defs", {}))))
+        yield Option(f"{within}{field.alias or name}", values, default, field.description or "")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if is_class(kind) and issubclass(kind, Options):
+                yield from options_of(kind, f"{within}{name}.")
+
+
+def _words(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """The alternatives of a JSON schema in words; none where the schema takes anything."""
+    if "$ref" in schema:
+        yield from _words(known[schema["$ref"].rpartition("/")[2]], known)
+    elif "anyOf" in schema or "oneOf" in schema:
+        for one in schema.get("anyOf", schema.get("oneOf")):
+            yield from _words(one, known)
+    elif "const" in schema or "enum" in schema:
+        yield ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
+    elif "type" in schema:
+        items = "".join(_words(schema.get("items", {}), known)) if "enum" in schema.get("items", {}) else ""
+        kind: str = schema["type"]
+        yield _TYPES.get(kind, kind) + (f" of {items}" if items else "") + _range(schema)
+
+
+_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a name",
+    "null": "null",
+    "array": "a list",
+    "object": "a mapping",
+}
+_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    bounds = [f"{words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema]
+    return " " + " and ".join(bounds) if bounds else ""

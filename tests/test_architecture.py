@@ -108,7 +108,6 @@ MANY_IMPORTS: dict[str, str] = {
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""
 MANY_PARAMETERS: dict[str, str] = {
-    "compress.checkpoint.save:write_description": "everything that is written besides tensors",
     "compress.checkpoint.sources.load:fill": "everything that a layer is read from",
     "compress.data.ids:_chosen": "the options of a text",
     "compress.decode.attention:attend": "the operands of one instruction",
@@ -159,6 +158,20 @@ BROAD = {
     "compress.checkpoint.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }
 """'module:function' with a broad except, and why."""
+
+TENSOR_WRITERS = {"save_file", "write_shard", "serialize_file", "GGUFWriter"}
+"""Functions that write a file of tensors."""
+TENSOR_FILES = {
+    "compress.checkpoint.writer": "the only code that writes a model",
+    "compress.checkpoint.containers.safetensors": "the container of shards",
+    "compress.checkpoint.containers.gguf": "the container of one-file checkpoints",
+    "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
+    "compress.evaluate.divergence": "logits of the original model",
+    "compress.sweep.store": "activations between blocks",
+    "compress.train.checkpoint": "the state of a training pass",
+    "compress.train.teacher": "targets of a teacher",
+}
+"""Modules that write files of tensors, and what they hold."""
 
 LU = {
     "solve",
@@ -353,6 +366,12 @@ def broad_excepts(tree: ast.AST) -> list[str]:
                 if any(kind is None or dotted(kind) in ("Exception", "BaseException") for kind in kinds):
                     found.append(name)
     return found
+
+
+def tensor_writers(tree: ast.AST) -> list[str]:
+    """Calls of functions that write tensors to a file, by any name of their module."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [f"line {c.lineno}" for c in calls if dotted(c.func).rpartition(".")[2] in TENSOR_WRITERS]
 
 
 def unsafe_readers(tree: ast.AST) -> list[str]:
@@ -607,6 +626,11 @@ def test_errors_are_caught_by_their_names():
     holds(lambda m: [f for f in broad_excepts(tree_of(m)) if f"{m}:{f}" not in BROAD], "name the errors")
 
 
+def test_one_module_writes_models():
+    writers = lambda m: () if m in TENSOR_FILES else tensor_writers(tree_of(m))  # noqa: E731
+    holds(writers, "write a model with compress.checkpoint.writer")
+
+
 def test_only_one_matrix_at_a_time_has_lu_factors():
     def rule(module):
         return [place for place in lu_factors(tree_of(module)) if f"{module}:{place.partition(':')[0]}" != SOLVER]
@@ -701,6 +725,7 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in LATE_IMPORTS if not late_imports(tree_of(m))] == []
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
+    assert [m for m in TENSOR_FILES if not tensor_writers(tree_of(m))] == []
     for place in CHILDREN:
         module, _, function = place.partition(":")
         assert function in child_processes(tree_of(module))
@@ -749,6 +774,8 @@ def test_no_exception_has_outlived_its_reason():
         (broad_excepts, "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        pass"),
+        (tensor_writers, "from safetensors.torch import save_file\nsave_file(tensors, path)"),
+        (tensor_writers, "import safetensors.torch as st\nst.save_file(tensors, path)"),
         (unsafe_readers, "import torch\ntorch.load('x')"),
         (unsafe_readers, "from pickle import loads"),
         (unsafe_readers, "import yaml\nyaml.load(text, Loader=yaml.Loader)"),

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.saving import MASKED_KEY, guard_saving
+from compress.checkpoint.save import MASKED_KEY
+from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources import opening as opening
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.inference import (

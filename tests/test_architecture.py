@@ -173,6 +173,18 @@ TENSOR_FILES = {
 }
 """Modules that write files of tensors, and what they hold."""
 
+REPORT = "report.json"
+REPORT_FILES = {
+    "compress.report.write": "reads it for `compress report` and `compress compare`",
+    "compress.report.pareto": "`compress compare` draws runs from their reports",
+    "compress.cli.report": "`compress report` prints it",
+    "compress.report.build": "leaves it out of the digest of a checkpoint",
+    "compress.checkpoint.containers.digests": "leaves it out of the files of a model",
+    "compress.pipeline.output": "an output folder may hold one",
+    "compress.pipeline.publish": "its presence shows that a run was verified",
+}
+"""Modules that read report.json or name the file: it is evidence, never an input of a run or of loading a model."""
+
 LU = {
     "solve",
     "solve_ex",
@@ -372,6 +384,18 @@ def tensor_writers(tree: ast.AST) -> list[str]:
     """Calls of functions that write tensors to a file, by any name of their module."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return [f"line {c.lineno}" for c in calls if dotted(c.func).rpartition(".")[2] in TENSOR_WRITERS]
+
+
+def report_readers(tree: ast.AST) -> list[str]:
+    """Constants that name report.json, docstrings aside, and imports of functions that read a report."""
+    readers = {"read_report", "from_report"}
+    found = []
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Constant) and node.value == REPORT) or (
+            isinstance(node, ast.ImportFrom) and readers & {alias.name for alias in node.names}
+        ):
+            found.append(f"line {node.lineno}")
+    return found
 
 
 def unsafe_readers(tree: ast.AST) -> list[str]:
@@ -631,6 +655,10 @@ def test_one_module_writes_models():
     holds(writers, "write a model with compress.checkpoint.writer")
 
 
+def test_a_report_is_no_input():
+    holds(lambda m: () if m in REPORT_FILES else report_readers(tree_of(m)), "store it in the checkpoint")
+
+
 def test_only_one_matrix_at_a_time_has_lu_factors():
     def rule(module):
         return [place for place in lu_factors(tree_of(module)) if f"{module}:{place.partition(':')[0]}" != SOLVER]
@@ -725,6 +753,7 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in LATE_IMPORTS if not late_imports(tree_of(m))] == []
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
+    assert [m for m in REPORT_FILES if not report_readers(tree_of(m))] == []
     assert [m for m in TENSOR_FILES if not tensor_writers(tree_of(m))] == []
     for place in CHILDREN:
         module, _, function = place.partition(":")
@@ -776,6 +805,8 @@ def test_no_exception_has_outlived_its_reason():
         (broad_excepts, "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        pass"),
         (tensor_writers, "from safetensors.torch import save_file\nsave_file(tensors, path)"),
         (tensor_writers, "import safetensors.torch as st\nst.save_file(tensors, path)"),
+        (report_readers, "text = (folder / 'report.json').read_text()"),
+        (report_readers, "from compress.report.write import read_report"),
         (unsafe_readers, "import torch\ntorch.load('x')"),
         (unsafe_readers, "from pickle import loads"),
         (unsafe_readers, "import yaml\nyaml.load(text, Loader=yaml.Loader)"),

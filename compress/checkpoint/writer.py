@@ -52,7 +52,6 @@ class CheckpointWriter:
 
     Attributes:
         shards: records of the shards by block name, and of `OUTSIDE`.
-        states_masks: config.json lists the pruned linears whose mask no tensor stores.
     """
 
     opened: OpenModel
@@ -61,7 +60,6 @@ class CheckpointWriter:
     staging: Path
     shards: dict[str, ShardEntry] = field(default_factory=dict)
     publish: Callable[[], None] = _do_nothing
-    states_masks: bool = True
 
     def add(self, block: Block) -> ShardEntry:
         """Write the shard of a block, and return its record. Raises SaveError if the disk is full or read-only."""
@@ -159,7 +157,7 @@ class CheckpointWriter:
         if caches and stated is None:
             config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
         masked = [name for entry in self.shards.values() for name in entry.masks_as_zeros]
-        if masked and self.states_masks:
+        if masked:
             config[MASKED_KEY] = masked
         return config
 

@@ -199,9 +199,7 @@ class Shards:
         run, manifest = self.run, self.manifest
         codec = FormatCodec(run.format, run.storage, run.sparse, self.accept)
         staging, publish = manifest.folder / WORK / STAGED, manifest.publish
-        self._writer = CheckpointWriter(
-            self.opened, codec, manifest.folder, staging, manifest.shards, publish, states_masks=False
-        )
+        self._writer = CheckpointWriter(self.opened, codec, manifest.folder, staging, manifest.shards, publish)
 
     @property
     def first(self) -> bool:

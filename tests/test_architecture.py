@@ -155,9 +155,17 @@ BROAD = {
     "compress.checkpoint.sources.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.checkpoint.sources.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
+    "compress.errors:call_foreign": "code of others on any input may raise anything; raised as one CannotRun",
     "compress.checkpoint.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }
 """'module:function' with a broad except, and why."""
+
+MOST_CAUGHT = 3
+"""The most classes that a handler catches: more of them are a broad except. `call_foreign` is for code of others."""
+MANY_CAUGHT = {
+    "compress.data.dataset_rows": "the library of data sets and its HTTP client raise classes without a common base",
+}
+"""Modules with such handlers, and why."""
 
 TENSOR_WRITERS = {"save_file", "write_shard", "serialize_file", "GGUFWriter"}
 """Functions that write a file of tensors."""
@@ -377,6 +385,35 @@ def broad_excepts(tree: ast.AST) -> list[str]:
                 kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if any(kind is None or dotted(kind) in ("Exception", "BaseException") for kind in kinds):
                     found.append(name)
+    return found
+
+
+def many_caught(tree: ast.AST) -> list[str]:
+    """Handlers, `suppress` and names that they use, with more than `MOST_CAUGHT` classes."""
+    tuples = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def count(kind: ast.AST) -> int:
+        if isinstance(kind, ast.Starred):
+            return count(kind.value)
+        if isinstance(kind, ast.Name) and kind.id in tuples:
+            return count(tuples[kind.id])
+        return sum(count(element) for element in kind.elts) if isinstance(kind, ast.Tuple) else 1
+
+    imported = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    found = []
+    for node in ast.walk(tree):
+        kinds = [node.type] if isinstance(node, ast.ExceptHandler) and node.type is not None else []
+        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "suppress":
+            kinds = node.args
+        several = {n.id for kind in kinds for n in ast.walk(kind) if isinstance(n, ast.Name) and n.id.isupper()}
+        if sum(count(kind) for kind in kinds) > MOST_CAUGHT or several & imported:
+            found.append(f"line {node.lineno}")
     return found
 
 
@@ -659,6 +696,10 @@ def test_a_report_is_no_input():
     holds(lambda m: () if m in REPORT_FILES else report_readers(tree_of(m)), "store it in the checkpoint")
 
 
+def test_a_handler_catches_few_classes():
+    holds(lambda m: () if m in MANY_CAUGHT else many_caught(tree_of(m)), "raise a typed error, or use call_foreign")
+
+
 def test_only_one_matrix_at_a_time_has_lu_factors():
     def rule(module):
         return [place for place in lu_factors(tree_of(module)) if f"{module}:{place.partition(':')[0]}" != SOLVER]
@@ -754,6 +795,7 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
     assert [m for m in REPORT_FILES if not report_readers(tree_of(m))] == []
+    assert [m for m in MANY_CAUGHT if not many_caught(tree_of(m))] == []
     assert [m for m in TENSOR_FILES if not tensor_writers(tree_of(m))] == []
     for place in CHILDREN:
         module, _, function = place.partition(":")
@@ -803,6 +845,10 @@ def test_no_exception_has_outlived_its_reason():
         (broad_excepts, "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        pass"),
+        (many_caught, "try:\n    f()\nexcept (A, B, C, D):\n    pass"),
+        (many_caught, "MANY = (A, B, C)\ntry:\n    f()\nexcept (OSError, *MANY):\n    pass"),
+        (many_caught, "from x import MANY\ntry:\n    f()\nexcept MANY:\n    pass"),
+        (many_caught, "with suppress(A, B, C, D):\n    f()"),
         (tensor_writers, "from safetensors.torch import save_file\nsave_file(tensors, path)"),
         (tensor_writers, "import safetensors.torch as st\nst.save_file(tensors, path)"),
         (report_readers, "text = (folder / 'report.json').read_text()"),

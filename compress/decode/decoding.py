@@ -19,6 +19,7 @@ from transformers.cache_utils import StaticLayer
 from compress.decode.layout import NotRecordedError
 from compress.decode.prepared import prepare
 from compress.decode.step import RecordedStep
+from compress.errors import CannotRun, call_foreign
 from compress.layers.linear import CompressedLinear
 
 MOST = 8
@@ -29,8 +30,6 @@ FAR, FAR_ROUNDED = 0.05, 0.25
 The second where inputs are rounded to integers: another order of sums changes some of them by a step."""
 COUNTER = "cumulative_length_int"  # tokens that a cache of transformers with a sliding window has seen
 
-FAILURES = (NotRecordedError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What recording may end with. The step is then computed by the model, which raises its own errors again."""
 TURN = threading.Lock()
 """Recorded steps have one memory, so callers in several threads take turns."""
 
@@ -156,16 +155,17 @@ class RecordedDecoding:
         kept = [tensor.clone() for tensor in state]
         try:
             prepare(self.model)
-            recorded = RecordedStep(step, tensors, state)
+            recorded = call_foreign(RecordedStep, step, tensors, state)
             output, names, others = result
             if any(value is not None and value is not cache for value in others.values()):
                 raise NotRecordedError(f"outputs {', '.join(others)}")
             advanced = advances(before, scalars_of(cache))
             if [tensor.data_ptr() for tensor in state_of(cache)] != [tensor.data_ptr() for tensor in state]:
                 raise NotRecordedError("the cache gets other tensors in each step")
-        except FAILURES as error:
+        except (NotRecordedError, CannotRun) as error:
             expected = isinstance(error, NotRecordedError)
-            self.refuse(key, str(error) if expected else repr(error), logging.INFO if expected else logging.WARNING)
+            reason = str(error) if expected else repr(error.__cause__)
+            self.refuse(key, reason, logging.INFO if expected else logging.WARNING)
             restore(cache, state, kept, before)
             return self.plainly(**joined(leaves, tensors))
         if len(self.known) >= MOST:

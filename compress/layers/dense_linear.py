@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from compress.errors import CannotRun, call_foreign
+
 LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
-MISFITS = (AttributeError, RuntimeError, TypeError, ValueError, LookupError, AssertionError)
-"""The exceptions of a subclass that needs more than a linear has."""
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -29,7 +31,8 @@ def is_linear(kind: type[nn.Module]) -> bool:
     trial._parameters.update(plain._parameters)
     with torch.no_grad():
         try:
-            found = trial(x)
-        except MISFITS:
+            found = call_foreign(trial, x)
+        except CannotRun as error:
+            log.debug("%s is not treated as a linear layer: %s", kind.__name__, error)
             return False
         return isinstance(found, Tensor) and torch.allclose(found, plain(x))

@@ -24,7 +24,7 @@ from compress.checkpoint.exact import ExactCodec, restore_exact
 from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.checkpoint.sources.stored import INDEX
 from compress.checkpoint.writer import OUTSIDE, CheckpointWriter, write_probe
-from compress.errors import OutputError
+from compress.errors import CannotRun, OutputError, call_foreign
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
@@ -161,13 +161,17 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
 
 def _read(path: Path, folder: Path) -> Manifest | None:
     try:
-        values = json.loads(path.read_text())
-        shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
-        between = {name: values[name] and Snapshot.from_json(values[name]) for name in ("reached", "begun")}
-        files = check_files(values["files"], folder)
-        return Manifest(**{**values, **between, "folder": folder, "shards": shards, "files": files})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return call_foreign(_from_json, json.loads(path.read_text()), folder)
+    except (OSError, ValueError, CannotRun):
         return None  # written by another version, or damaged: not this run
+
+
+def _from_json(values: Any, folder: Path) -> Manifest:
+    """Return the manifest of JSON values. Raises TypeError, KeyError or AttributeError for those of another version."""
+    shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
+    snapshots = {name: values[name] and Snapshot.from_json(values[name]) for name in ("reached", "begun")}
+    files = check_files(values["files"], folder)
+    return Manifest(**{**values, **snapshots, "folder": folder, "shards": shards, "files": files})
 
 
 @dataclass

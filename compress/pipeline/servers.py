@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.opening import OpenModel
-from compress.errors import TargetError
+from compress.errors import CannotRun, TargetError, call_foreign
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.objective import text_config
 from compress.models.structure.links import block_signature, find_groups
 from compress.recipe.schema import Recipe
-from compress.sweep.capture import UNRUNNABLE, Call, ModelShell
+from compress.sweep.capture import Call, ModelShell
 
 MOST = 64
 """The largest number of devices that an error proposes."""
@@ -42,12 +42,12 @@ def fused_sets(opened: OpenModel) -> list[tuple[str, ...]]:
         kind = block_signature(block.module)
         if kind not in known:
             known[kind] = []
-            with suppress(*UNRUNNABLE), torch.no_grad():
+            with suppress(CannotRun), torch.no_grad():  # then its linears are tried one by one
                 empty = copy.deepcopy(block.module).to("meta")
                 args: Any = send_to_device(call.args, "meta")
                 kwargs: Any = send_to_device(call.kwargs, "meta")
                 there = Call(args, kwargs, call.keyword)
-                groups = find_groups(empty, partial(_on_meta, there, hidden))
+                groups = call_foreign(find_groups, empty, partial(_on_meta, there, hidden))
                 known[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
         found += [tuple(f"{block.name}.{name}" for name in part) for part in known[kind]]
     return found

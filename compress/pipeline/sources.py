@@ -48,7 +48,7 @@ def original_of(source: str) -> str:
         try:
             written = (folder / SUMS).exists()  # by a run
             recipe = plain_values(read_file(folder / RECIPE)) if written else None
-        except (OSError, ValueError, RecipeError, yaml.YAMLError):
+        except (RecipeError, yaml.YAMLError):  # no recipe of a run
             break
         model = recipe.get("model") if isinstance(recipe, dict) else None
         source = model if isinstance(model, str) else source

@@ -104,13 +104,14 @@ class FormatCodec:
     Attributes:
         storage: dtype of dense tensors, and of scales unless the format fixes theirs.
         sparse: policy for storing pruned weights in packed sparse form.
-        accept: raises an error for final schemes of the linears of a block, by full name, that must not be written.
+        accept: takes the name of a block and the final schemes of its linears by full name; raises an error for those
+            that must not be written.
     """
 
     format: Format
     storage: torch.dtype
     sparse: SparsePolicy = "auto"
-    accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
+    accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
 
     def encode_block(self, block: Block) -> ShardContent:
         """Convert pruned linears to packed sparse weights in place if the policy says so, and encode the block."""
@@ -118,7 +119,7 @@ class FormatCodec:
             store_as_planned(block.name, block.module, self.storage, self.sparse)
         layers = {f"{block.name}.{name}": layer for name, layer in linears(block.module).items()}
         if self.accept is not None:
-            self.accept({name: scheme_of(layer) for name, layer in layers.items()})
+            self.accept(block.name, {name: scheme_of(layer) for name, layer in layers.items()})
         tensors = block_tensors(block.name, block.module, self.format, self.storage)
         compressed = {name: layer for name, layer in layers.items() if isinstance(layer, CompressedLinear)}
         record = _layer_records(compressed) | {"caches": cache_records(block.name, block.module)}

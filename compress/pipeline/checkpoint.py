@@ -179,9 +179,9 @@ class Shards:
     """The sink of `run`: it writes a shard per finished block, snapshots between segments, and other files at the end.
 
     probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: the files that state the
-    recipe, by name. loads_in: the dtype of computation that the checkpoint states. accept: raises an error for final
-    schemes of a block's linears, by full name, that must not be written. Of several processes, rank 0 writes, and every
-    one restores; all wait for each other at the end of a segment.
+    recipe, by name. loads_in: the dtype of computation that the checkpoint states. accept: raises an error for the name
+    of a block and the final schemes of its linears, by full name, that must not be written. Of several processes, rank
+    0 writes, and every one restores; all wait for each other at the end of a segment.
     """
 
     opened: OpenModel
@@ -191,7 +191,7 @@ class Shards:
     probe: Tensor
     recipe: Mapping[str, str]
     loads_in: torch.dtype = torch.float32
-    accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
+    accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
     _began: int = field(init=False)
     _noted: int = field(init=False)
     _begun: Snapshot = field(init=False)

@@ -191,7 +191,7 @@ def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, 
     planned = plan_on(recipe, steps, form)
     schemes = {layer.name: layer.scheme for layer in planned.layers}
     check_reader(recipe, steps, form, schemes)
-    served = check_servers(recipe, form, recipe.save.target(), schemes)
+    served = check_servers(recipe, opened, form, schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:

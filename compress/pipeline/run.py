@@ -205,7 +205,7 @@ class Job:
     manifest: Manifest
     stated: dict[str, str]
     uses: tuple[TextUse, ...] = ()
-    accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
+    accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
 
 
 def prepare(
@@ -239,7 +239,7 @@ def prepare(
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
     steps, form = resolve(recipe.passes, opened, format_)
-    accept = settled_check(recipe, form)
+    accept = settled_check(recipe, opened, form)
     round_ends(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     evaluated = eval_ids(recipe, opened)

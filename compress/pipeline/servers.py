@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import CannotRun, TargetError, call_foreign
+from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.objective import text_config
-from compress.models.structure.links import block_signature, find_groups
+from compress.models.structure.links import find_groups
 from compress.recipe.schema import Recipe
 from compress.sweep.capture import Call, ModelShell
 
@@ -26,31 +27,37 @@ MOST = 64
 """The largest number of devices that an error proposes."""
 
 
-def fused_sets(opened: OpenModel) -> list[tuple[str, ...]]:
-    """The linears that servers compute as one, by full names: those of one module that read the same tensor.
+FusedSets = Mapping[frozenset[str], Sequence[tuple[str, ...]]]
+"""The sets of linears that servers compute as one, by kind of block; names are those inside of the block."""
+
+
+def fused_sets(opened: OpenModel) -> FusedSets:
+    """Find the linears that servers compute as one: those of one module that read the same tensor.
 
     Blocks run on tensors without data. A block that cannot run so has no sets.
+
+    Args:
+        opened: A model with the weights outside of its blocks, which passes over the model have not changed. Such
+            passes change widths, weights and the number of blocks, but not which linears of a block read one tensor.
     """
     shell, captured = ModelShell(opened), None
     ids = shell.check()
-    known: dict[object, list[tuple[str, ...]]] = {}
-    found = []
+    sets: dict[frozenset[str], list[tuple[str, ...]]] = {}
     for block in opened.blocks:
         if captured is None or block.index not in captured.calls:
             captured = shell.sketch(ids, block.stack, None if captured is None else captured.hidden)
         call, hidden = captured.calls[block.index], captured.hidden
-        kind = block_signature(block.module)
-        if kind not in known:
-            known[kind] = []
-            with suppress(CannotRun), torch.no_grad():  # then its linears are tried one by one
+        kind = frozenset(linears(block.module))
+        if kind not in sets:
+            sets[kind] = []
+            with suppress(CannotRun), torch.no_grad():  # then its linears are not known to be fused
                 empty = copy.deepcopy(block.module).to("meta")
                 args: Any = send_to_device(call.args, "meta")
                 kwargs: Any = send_to_device(call.kwargs, "meta")
                 there = Call(args, kwargs, call.keyword)
                 groups = call_foreign(find_groups, empty, partial(_on_meta, there, hidden))
-                known[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
-        found += [tuple(f"{block.name}.{name}" for name in part) for part in known[kind]]
-    return found
+                sets[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
+    return sets
 
 
 def _on_meta(call: Call, hidden: Tensor, module: nn.Module) -> Tensor:
@@ -64,19 +71,25 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(part) for part in parts.values()]
 
 
-def check_servers(recipe: Recipe, form: OpenModel, format_: Format, planned: Mapping[str, LayerScheme]) -> list[str]:
+def check_servers(recipe: Recipe, opened: OpenModel, form: OpenModel, planned: Mapping[str, LayerScheme]) -> list[str]:
     """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
-    form: the model in its final shape. planned: the final schemes of its linears. Raises TargetError for recipes that
-    say so (`save.tensor_parallel`), and if groups or packed words do not divide over the devices.
+    opened: the model before the first pass. form: the model in its final shape. planned: the final schemes of its
+    linears. Raises TargetError for recipes that say so (`save.tensor_parallel`), and if groups or packed words do not
+    divide over the devices.
     """
+    format_ = recipe.save.target()
     parts = recipe.save.tensor_parallel
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
     coded = {name: scheme for name, scheme in schemes.items() if not scheme.plain}
     if not coded:
         return []
     differing = format_.fused and len({_stated(scheme) for scheme in schemes.values()}) > 1
-    reason = _unlike(fused_sets(form), schemes) if differing else None
+    reason = None
+    if differing:
+        sets = fused_sets(opened)
+        reasons = (_unlike(sets, block.name, frozenset(linears(block.module)), schemes) for block in form.blocks)
+        reason = next((found for found in reasons if found is not None), None)
     if reason is not None and parts is not None:
         raise TargetError(f"save: tensor_parallel: {parts}: {reason}; give them the same options")
     if parts is not None and parts > 1:
@@ -84,19 +97,22 @@ def check_servers(recipe: Recipe, form: OpenModel, format_: Format, planned: Map
     return [] if reason is None else [f"save: {reason}; save: {{tensor_parallel: 1}} makes this an error"]
 
 
-def settled_check(recipe: Recipe, form: OpenModel) -> Callable[[Mapping[str, LayerScheme]], None] | None:
-    """A check of the schemes that linears of a block have at the end of a run; None without `save.tensor_parallel`.
+def settled_check(
+    recipe: Recipe, opened: OpenModel, form: OpenModel
+) -> Callable[[str, Mapping[str, LayerScheme]], None] | None:
+    """A check of a block's name and of the schemes that its linears have at the end of a run, by their full names.
 
-    Passes may choose schemes from calibration inputs, which no plan knows. The check raises TargetError as
-    `check_servers` does. form: the model in its final shape.
+    None without `save.tensor_parallel`. Passes may choose schemes, and the blocks to drop, from calibration inputs,
+    which no plan knows. The check raises TargetError as `check_servers` does. opened: the model before the first pass.
+    form: the model in its final shape.
     """
     parts, format_ = recipe.save.tensor_parallel, recipe.save.target()
     if parts is None:
         return None
-    sets = fused_sets(form) if format_.fused else []
+    sets = fused_sets(opened) if format_.fused else {}
 
-    def check(schemes: Mapping[str, LayerScheme]) -> None:
-        reason = _unlike(sets, schemes)
+    def check(block: str, schemes: Mapping[str, LayerScheme]) -> None:
+        reason = _unlike(sets, block, frozenset(name.removeprefix(f"{block}.") for name in schemes), schemes)
         if reason is not None:
             raise TargetError(
                 f"save: tensor_parallel: {parts}: {reason}; a pass decided this during the run: change its options so "
@@ -114,15 +130,19 @@ def _stated(scheme: LayerScheme) -> tuple[object, ...]:
     return ((), ()) if scheme.plain else (scheme.parts, scheme.transforms)
 
 
-def _unlike(sets: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme]) -> str | None:
-    """Why servers refuse these layers; None if the layers of each set are stored alike."""
-    for names in sets:
-        found = {name: schemes[name] for name in names if name in schemes}
-        other = next((name for name in found if _stated(found[name]) != _stated(found[names[0]])), None)
+def _unlike(sets: FusedSets, block: str, kind: frozenset[str], schemes: Mapping[str, LayerScheme]) -> str | None:
+    """Why servers refuse the layers of a block; None if the layers of each set are stored alike.
+
+    kind: the names of its linears inside the block. schemes: of its linears by full names, and of others.
+    """
+    for names in sets.get(kind, ()):
+        members = {name: schemes[name] for name in (f"{block}.{inside}" for inside in names)}
+        first = next(iter(members))
+        other = next((name for name in members if _stated(members[name]) != _stated(members[first])), None)
         if other is not None:
-            texts = [f"{n.rpartition('.')[2]}: {'dense' if s.plain else s.text}" for n, s in found.items()]
+            texts = [f"{n.rpartition('.')[2]}: {'dense' if s.plain else s.text}" for n, s in members.items()]
             return (
-                f"{other} is stored otherwise than {names[0]} ({', '.join(texts)}); servers such as vLLM compute "
+                f"{other} is stored otherwise than {first} ({', '.join(texts)}); servers such as vLLM compute "
                 "linears with the same input as one, and refuse a checkpoint in which these differ"
             )
     return None

@@ -38,10 +38,10 @@ def wide(tmp_path):
 
 
 def test_linears_of_one_module_that_read_the_same_tensor_are_a_set():
-    first = [names for names in fused_sets(open_model(str(PICO))) if ".0." in names[0]]
-    assert first == [
-        tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
-        tuple(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")),
+    [sets] = fused_sets(open_model(str(PICO))).values()
+    assert sets == [
+        tuple(f"self_attn.{name}_proj" for name in "qkv"),
+        tuple(f"mlp.{name}_proj" for name in ("gate", "up")),
     ]
 
 
@@ -60,6 +60,35 @@ def test_a_part_of_a_fused_set_that_is_stored_otherwise_is_an_error(format_, opt
         plan(chosen)
     [note] = [note for note in plan(recipe(save, overrides={"*.v_proj": options})).notes if "servers" in note]
     assert note.endswith("save: {tensor_parallel: 1} makes this an error")
+
+
+RESHAPED = {
+    "rotate": compress.Rotate(),
+    "drop_blocks": compress.DropBlocks(count=1),
+    "narrow": compress.Narrow(ffn=0.34, multiple=32),
+    "slicegpt": compress.SliceGPT(sparsity=0.5, multiple=32),
+}
+
+
+def reshaped(name, save, *unlike):
+    """A recipe that changes the shape of the model, then leaves some layers of its second block dense."""
+    found = recipe(save | {"verify": "own"}, overrides={f"*.1.{layer}": {"weights": "none"} for layer in unlike})
+    return found.model_copy(update={"passes": (RESHAPED[name], *found.passes)})
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "gptq", "awq"])
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_part_of_a_fused_set_of_a_reshaped_model_is_an_error(name, format_):
+    with pytest.raises(
+        TargetError, match=r"layers\.1\.mlp\.up_proj is stored otherwise than .*give them the same options"
+    ):
+        plan(reshaped(name, {"format": format_, "tensor_parallel": 1}, "mlp.up_proj"))
+
+
+def test_without_a_server_it_is_a_note_and_whole_sets_may_differ():
+    [note] = [note for note in plan(reshaped("drop_blocks", {}, "mlp.up_proj")).notes if "servers" in note]
+    assert note.endswith("save: {tensor_parallel: 1} makes this an error")
+    plan(reshaped("drop_blocks", {"tensor_parallel": 1}, "mlp.*"))
 
 
 def test_whole_sets_and_layers_alone_may_differ():
@@ -133,34 +162,35 @@ def test_groups_and_packed_words_are_not_cut(format_, grid, size, symmetric, uni
     assert FORMATS[format_].units(scheme) == units
 
 
-def mixed(by):
+def mixed(by, *before):
     w8a8 = compress.RTN(weights="int8", group_size="channel", activations="int8")
     spared = compress.MixedPrecision(targets="*.self_attn.[qkv]_proj", fraction=0.3, by=by)
     return Recipe(
         model=str(PICO),
         calibration=compress.Calibration(source="embedded", sequences=2, length=32),
-        passes=[w8a8, spared],
+        passes=[*before, w8a8, spared],
         save={"tensor_parallel": 1, "verify": "own"},
         eval=None,
     )
 
 
-def test_a_mixture_that_calibration_decides_is_checked_before_a_shard_is_written(tmp_path):
+@pytest.mark.parametrize("before", [[], [compress.DropBlocks(count=2)]], ids=["all blocks", "fewer blocks"])
+def test_a_mixture_that_calibration_decides_is_checked_before_a_shard_is_written(before, tmp_path):
     message = (
         r"save: tensor_parallel: 1: model.layers.0.* is stored otherwise than .*; a pass decided this during the run"
     )
     with pytest.raises(TargetError, match=message):
-        compress.run(mixed("layer"), tmp_path / "one", progress=False)
+        compress.run(mixed("layer", *before), tmp_path / "one", progress=False)
     assert not list((tmp_path / "one").glob("*.safetensors"))
-    compress.run(mixed("input"), tmp_path / "sets", progress=False)
+    compress.run(mixed("input", *before), tmp_path / "sets", progress=False)
     assert list((tmp_path / "sets").glob("*.safetensors"))
 
 
 def test_groups_that_calibration_decides_are_checked(wide):
     found = open_model(str(wide))
-    check = settled_check(recipe({"tensor_parallel": 8}, wide), found)
-    name = "model.layers.0.mlp.down_proj"
-    check({name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 64),))})
+    check = settled_check(recipe({"tensor_parallel": 8}, wide), found, found)
+    block, name = "model.layers.0", "model.layers.0.mlp.down_proj"
+    check(block, {name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 64),))})
     with pytest.raises(TargetError, match=r"512 inputs do not split into 8 equal parts .* 128"):
-        check({name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 128),))})
-    assert settled_check(recipe({}, wide), found) is None
+        check(block, {name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 128),))})
+    assert settled_check(recipe({}, wide), found, found) is None

@@ -100,9 +100,9 @@ def convert(path: Path, folder: Path) -> None:
     check_keys(header, config)
     with torch.device("meta"):
         check_tensors(header, AutoModelForCausalLM.from_config(config))
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path.parent, **from_file, dtype=torch.float32, output_loading_info=True
-    )
+    loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, **loading)
+    model, info = loaded
     check_none_missing(header, info["missing_keys"])
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CompressError(Exception):
@@ -31,6 +35,22 @@ class RecipeError(UserError):
 
 class ModelError(UserError):
     """The model cannot be opened, or its structure or its weights are not supported."""
+
+
+class NotThisFormat(ModelError):  # noqa: N818  it says what a file is not
+    """A file is not of the format that was tried; another reader may read it."""
+
+
+class CannotRun(ModelError):  # noqa: N818  it says what code of others could not do
+    """Code of another library failed on the given input.
+
+    Attributes:
+        cause: the error of the library.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {one_line(cause)}")
+        self.cause = cause
 
 
 class CalibrationError(UserError):
@@ -87,3 +107,28 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 def one_line(error: Exception) -> str:
     """The message of another library's error in one line of at most 200 characters; its class if it has no message."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def call_foreign(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call code that may raise anything, and convert what it raises.
+
+    Such code is a class or a function of another library on an arbitrary configuration, or a parser on an arbitrary
+    file. Nothing else of the package catches all errors of such code.
+
+    Returns:
+        The result of `function`.
+
+    Raises:
+        CannotRun: with the error of the code as its cause.
+        CompressError: errors of this package pass unchanged, as do MemoryError and torch.OutOfMemoryError.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (CompressError, MemoryError):
+        raise
+    except Exception as error:
+        import torch  # takes seconds, which `compress --help` should not
+
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CannotRun(error) from error

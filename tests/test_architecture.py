@@ -108,7 +108,6 @@ MANY_IMPORTS: dict[str, str] = {
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""
 MANY_PARAMETERS: dict[str, str] = {
-    "compress.checkpoint.save:write_description": "everything that is written besides tensors",
     "compress.checkpoint.sources.load:fill": "everything that a layer is read from",
     "compress.data.ids:_chosen": "the options of a text",
     "compress.decode.attention:attend": "the operands of one instruction",
@@ -155,9 +154,43 @@ BROAD = {
     "compress.checkpoint.sources.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.checkpoint.sources.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
+    "compress.errors:call_foreign": "code of others on any input may raise anything; raised as one CannotRun",
     "compress.checkpoint.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }
 """'module:function' with a broad except, and why."""
+
+MOST_CAUGHT = 3
+"""The most classes that a handler catches: more of them are a broad except. `call_foreign` is for code of others."""
+MANY_CAUGHT = {
+    "compress.data.dataset_rows": "the library of data sets and its HTTP client raise classes without a common base",
+}
+"""Modules with such handlers, and why."""
+
+TENSOR_WRITERS = {"save_file", "write_shard", "serialize_file", "GGUFWriter"}
+"""Functions that write a file of tensors."""
+TENSOR_FILES = {
+    "compress.checkpoint.writer": "the only code that writes a model",
+    "compress.checkpoint.containers.safetensors": "the container of shards",
+    "compress.checkpoint.containers.gguf": "the container of one-file checkpoints",
+    "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
+    "compress.evaluate.divergence": "logits of the original model",
+    "compress.sweep.store": "activations between blocks",
+    "compress.train.checkpoint": "the state of a training pass",
+    "compress.train.teacher": "targets of a teacher",
+}
+"""Modules that write files of tensors, and what they hold."""
+
+REPORT = "report.json"
+REPORT_FILES = {
+    "compress.report.write": "reads it for `compress report` and `compress compare`",
+    "compress.report.pareto": "`compress compare` draws runs from their reports",
+    "compress.cli.report": "`compress report` prints it",
+    "compress.report.build": "leaves it out of the digest of a checkpoint",
+    "compress.checkpoint.containers.digests": "leaves it out of the files of a model",
+    "compress.pipeline.output": "an output folder may hold one",
+    "compress.pipeline.publish": "its presence shows that a run was verified",
+}
+"""Modules that read report.json or name the file: it is evidence, never an input of a run or of loading a model."""
 
 LU = {
     "solve",
@@ -351,6 +384,53 @@ def broad_excepts(tree: ast.AST) -> list[str]:
                 kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if any(kind is None or dotted(kind) in ("Exception", "BaseException") for kind in kinds):
                     found.append(name)
+    return found
+
+
+def many_caught(tree: ast.AST) -> list[str]:
+    """Handlers, `suppress` and names that they use, with more than `MOST_CAUGHT` classes."""
+    tuples = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def count(kind: ast.AST) -> int:
+        if isinstance(kind, ast.Starred):
+            return count(kind.value)
+        if isinstance(kind, ast.Name) and kind.id in tuples:
+            return count(tuples[kind.id])
+        return sum(count(element) for element in kind.elts) if isinstance(kind, ast.Tuple) else 1
+
+    imported = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    found = []
+    for node in ast.walk(tree):
+        kinds = [node.type] if isinstance(node, ast.ExceptHandler) and node.type is not None else []
+        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "suppress":
+            kinds = node.args
+        several = {n.id for kind in kinds for n in ast.walk(kind) if isinstance(n, ast.Name) and n.id.isupper()}
+        if sum(count(kind) for kind in kinds) > MOST_CAUGHT or several & imported:
+            found.append(f"line {node.lineno}")
+    return found
+
+
+def tensor_writers(tree: ast.AST) -> list[str]:
+    """Calls of functions that write tensors to a file, by any name of their module."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [f"line {c.lineno}" for c in calls if dotted(c.func).rpartition(".")[2] in TENSOR_WRITERS]
+
+
+def report_readers(tree: ast.AST) -> list[str]:
+    """Constants that name report.json, docstrings aside, and imports of functions that read a report."""
+    readers = {"read_report", "from_report"}
+    found = []
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Constant) and node.value == REPORT) or (
+            isinstance(node, ast.ImportFrom) and readers & {alias.name for alias in node.names}
+        ):
+            found.append(f"line {node.lineno}")
     return found
 
 
@@ -613,6 +693,19 @@ def test_errors_are_caught_by_their_names():
     holds(lambda m: [f for f in broad_excepts(tree_of(m)) if f"{m}:{f}" not in BROAD], "name the errors")
 
 
+def test_one_module_writes_models():
+    writers = lambda m: () if m in TENSOR_FILES else tensor_writers(tree_of(m))  # noqa: E731
+    holds(writers, "write a model with compress.checkpoint.writer")
+
+
+def test_a_report_is_no_input():
+    holds(lambda m: () if m in REPORT_FILES else report_readers(tree_of(m)), "store it in the checkpoint")
+
+
+def test_a_handler_catches_few_classes():
+    holds(lambda m: () if m in MANY_CAUGHT else many_caught(tree_of(m)), "raise a typed error, or use call_foreign")
+
+
 def test_only_one_matrix_at_a_time_has_lu_factors():
     def rule(module):
         return [place for place in lu_factors(tree_of(module)) if f"{module}:{place.partition(':')[0]}" != SOLVER]
@@ -707,6 +800,9 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in LATE_IMPORTS if not late_imports(tree_of(m))] == []
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
+    assert [m for m in REPORT_FILES if not report_readers(tree_of(m))] == []
+    assert [m for m in MANY_CAUGHT if not many_caught(tree_of(m))] == []
+    assert [m for m in TENSOR_FILES if not tensor_writers(tree_of(m))] == []
     for place in CHILDREN:
         module, _, function = place.partition(":")
         assert function in child_processes(tree_of(module))
@@ -755,6 +851,14 @@ def test_no_exception_has_outlived_its_reason():
         (broad_excepts, "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        pass"),
+        (many_caught, "try:\n    f()\nexcept (A, B, C, D):\n    pass"),
+        (many_caught, "MANY = (A, B, C)\ntry:\n    f()\nexcept (OSError, *MANY):\n    pass"),
+        (many_caught, "from x import MANY\ntry:\n    f()\nexcept MANY:\n    pass"),
+        (many_caught, "with suppress(A, B, C, D):\n    f()"),
+        (tensor_writers, "from safetensors.torch import save_file\nsave_file(tensors, path)"),
+        (tensor_writers, "import safetensors.torch as st\nst.save_file(tensors, path)"),
+        (report_readers, "text = (folder / 'report.json').read_text()"),
+        (report_readers, "from compress.report.write import read_report"),
         (unsafe_readers, "import torch\ntorch.load('x')"),
         (unsafe_readers, "from pickle import loads"),
         (unsafe_readers, "import yaml\nyaml.load(text, Loader=yaml.Loader)"),

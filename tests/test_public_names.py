@@ -38,6 +38,8 @@ ERRORS = {
     "ProcessError": 1,
     "RecipeError": 2,
     "ModelError": 2,
+    "NotThisFormat": 2,
+    "CannotRun": 2,
     "CalibrationError": 2,
     "TargetError": 2,
     "OutputError": 2,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,14 +25,16 @@ from compress import (
     SmoothQuant,
     Wanda,
 )
+from compress.checkpoint.exact import ExactCodec, restore_exact, restore_state, state_of
+from compress.checkpoint.writer import CheckpointWriter
 from compress.layers.linear import CompressedLinear
 from compress.layers.transforms.rounding import InputRounding
 from compress.models.caches.quantized import cache_sha256, round_cache, scheme_of
+from compress.models.structure.blocks import Block
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import SparseLayout
 from compress.passes.contract.journal import Journal
 from compress.pipeline.engine import segments
-from compress.pipeline.snapshot import read_part, restore_state, state_of, write_part
 
 FEW = {"steps": 2, "batch": 2}
 ATTENTION = "*.self_attn.*"
@@ -208,9 +211,10 @@ def test_a_layer_comes_back_as_it_was(kind, tmp_path):
     layer = block["up"] = layer_like(kind, block["up"])
     if kind != "dense":
         other["up"] = layer_like("ordered", other["up"])  # nothing of what was there before is left
-    part = write_part(tmp_path / "a.safetensors", *state_of(block))
-    part.record = json.loads(json.dumps(asdict(part)["record"]))
-    assert read_part(tmp_path, part, other, torch.device("cpu"))
+    written = Block(0, "block", block)
+    entry = CheckpointWriter(SimpleNamespace(blocks=[written]), ExactCodec(), tmp_path, tmp_path).add(written)
+    entry.state = json.loads(json.dumps(asdict(entry)["state"]))
+    assert restore_exact(tmp_path, entry, other, torch.device("cpu"))
     found = other["up"]
     assert found.state_dict().keys() == layer.state_dict().keys()
     for name, tensor in layer.state_dict().items():

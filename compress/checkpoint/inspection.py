@@ -17,12 +17,9 @@ from compress.checkpoint.recognize import Recognized, recognize
 from compress.checkpoint.sources.load import load
 from compress.checkpoint.sources.stored import headers_of, opened_file, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
-from compress.errors import ModelError, one_line
+from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.scheme import LayerScheme
-
-UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)
-"""The exceptions of the gguf package for a file that is damaged."""
 
 
 @dataclass(frozen=True)
@@ -213,27 +210,34 @@ def _coded_zeros(model: nn.Module) -> dict[str, float]:
 
 def _inspect_gguf(path: Path) -> Inspection:
     try:
-        from gguf import GGML_QUANT_SIZES, GGUFReader
+        import gguf  # noqa: F401  an optional dependency
     except ImportError as error:
         raise ModelError(f"model: {path} needs the package gguf; install the extra: compress-llm[gguf]") from error
     if not path.is_file():
         raise ModelError(f"model: no file {path}")
     try:
-        reader = GGUFReader(path)
-        architecture = reader.get_field("general.architecture")
-        modules = []
-        for tensor in reader.tensors:
-            block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
-            kind, shape = tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape))
-            group, weights = (block if block > 1 else None), int(tensor.n_elements)
-            grid = kind if block > 1 else "dense"
-            text = f"{kind}, blocks of {block}" if block > 1 else "dense"
-            name = tensor.name.removesuffix(".weight")
-            parts = ("codes",) if block > 1 else ("dense",)
-            modules.append(Module(name, text, grid, shape, group, parts, (kind,), weights, int(tensor.n_bytes)))
-        stated = "" if architecture is None else f", architecture {architecture.contents()}"
-    except UNREADABLE as error:
+        stated, modules = call_foreign(_gguf_modules, path)
+    except CannotRun as error:
         raise ModelError(
-            f"model: {path} is truncated or not a GGUF file ({one_line(error)}); fetch it again"
+            f"model: {path} is truncated or not a GGUF file ({one_line(error.cause)}); fetch it again"
         ) from error
     return Inspection(str(path), f"GGUF{stated}", {path.name: path.stat().st_size}, modules)
+
+
+def _gguf_modules(path: Path) -> tuple[str, list[Module]]:
+    """Return the architecture, as an addition to a title, and the tensors of a GGUF file."""
+    from gguf import GGML_QUANT_SIZES, GGUFReader
+
+    reader = GGUFReader(path)
+    architecture = reader.get_field("general.architecture")
+    modules = []
+    for tensor in reader.tensors:
+        block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
+        kind, shape = tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape))
+        group, weights = (block if block > 1 else None), int(tensor.n_elements)
+        grid = kind if block > 1 else "dense"
+        text = f"{kind}, blocks of {block}" if block > 1 else "dense"
+        name = tensor.name.removesuffix(".weight")
+        parts = ("codes",) if block > 1 else ("dense",)
+        modules.append(Module(name, text, grid, shape, group, parts, (kind,), weights, int(tensor.n_bytes)))
+    return "" if architecture is None else f", architecture {architecture.contents()}", modules

@@ -1,32 +1,27 @@
-"""Write a checkpoint: atomic shards block by block, then index, config and tokenizer."""
+"""The tensors of a checkpoint: layers, blocks and the tensors outside of blocks in their stored form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.containers.digests import write_digests
-from compress.checkpoint.containers.files import RESUMES, reason_of, write_json
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.saving import MASKED_KEY
 from compress.checkpoint.sources.opening import OpenModel
-from compress.checkpoint.sources.stored import INDEX
-from compress.errors import NumericError, SaveError
+from compress.errors import NumericError, SaveError, TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import CONFIG_KEY, attentions_with_cache
+from compress.models.caches.quantized import attentions_with_cache
 from compress.models.caches.scheme import CacheScheme
+from compress.models.experts import Experts
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
-from compress.numerics.dtypes import dtype_name
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
 
-OUTSIDE = "outside"
+MASKED_KEY = "compress_masked"
+"""The entry of config.json that lists the linears whose zeros are pruned weights."""
 
 
 def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
@@ -67,26 +62,63 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
     return {key: found[key].cpu().contiguous() for key in sorted(found)}
 
 
-def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of one compressed linear by their names inside the module."""
+def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the tensors of one compressed linear by their names inside the module.
+
+    Args:
+        format_: format that encodes quantized parts and transforms.
+        storage: dtype of dense tensors, and of scales unless the format fixes theirs; None keeps every dtype.
+    """
     scheme = layer.scheme
     if format_.adapt(scheme) is None or scheme.plain:
         assert scheme.maps_inputs is None, "transforms of inputs are folded before a layer is stored dense"
         weight = layer.weight
-        found = {"weight": in_storage(weight.T if layer.transposed else weight, storage)}
+        tensors = {"weight": in_storage(weight.T if layer.transposed else weight, storage)}
     else:
-        scales = format_.scales_in(storage)
-        parts = [part.in_storage(scales if part.scheme.quantized else storage) for part in layer.all_parts]
-        found = format_.encode(scheme, parts, layer.all_transforms)
+        parts = layer.all_parts
+        if storage is not None:
+            scales = format_.scales_in(storage)
+            parts = [part.in_storage(scales if part.scheme.quantized else storage) for part in parts]
+        tensors = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
-        found["bias"] = in_storage(layer.bias, format_.stored_dtype(layer.bias.shape, storage))
-    return found
+        bias_dtype = None if storage is None else format_.stored_dtype(layer.bias.shape, storage)
+        tensors["bias"] = in_storage(layer.bias, bias_dtype)
+    return tensors
 
 
-def in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
-    """Cast float tensors to the storage dtype; others (codes, 8-bit floats) are unchanged."""
-    wide = tensor.is_floating_point() and tensor.element_size() > 1
+def in_storage(tensor: Tensor, storage: torch.dtype | None) -> Tensor:
+    """Cast float tensors to the storage dtype; others (codes, 8-bit floats) are unchanged. None keeps the dtype."""
+    wide = tensor.is_floating_point() and tensor.element_size() > 1 and storage is not None
     return tensor.detach().to(storage) if wide else tensor.detach()
+
+
+def model_tensors(model: nn.Module, format_: Format) -> dict[str, Tensor]:
+    """Return all tensors of a model in memory as a format stores them, in their present dtypes.
+
+    Compressed layers have the names of the format, or of the dense model if they are stored dense. Tied tensors are
+    returned under each of their names.
+
+    Raises:
+        SaveError: for experts that have no names in transformers.
+    """
+    experts = [name for name, module in model.named_modules() if isinstance(module, Experts) and not module.named]
+    if experts:
+        raise SaveError(f"save_pretrained: {experts[0]} holds its experts one by one; use compress.save(model, folder)")
+    layers = compressed_layers(model)
+    dense_names = {end.name: end.embedding or end.name for end in find_ends(model)}  # of tied weights
+    prefixes = tuple(f"{name}." for name in layers)
+    tensors = {n: t.detach() for n, t in model.state_dict().items() if not prefixes or not n.startswith(prefixes)}
+    for name, layer in layers.items():
+        for key, tensor in layer_tensors(layer, format_, None).items():
+            plain_weight = layer.scheme.plain and key == "weight"
+            tensors[f"{dense_names.get(name, name) if plain_weight else name}.{key}"] = tensor
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
+    """Return the compressed linears of a model by name, with its compressed embedding and LM head."""
+    layers = {name: layer for name, layer in linears(model).items() if isinstance(layer, CompressedLinear)}
+    return layers | compressed_ends(model)
 
 
 def outside_state(opened: OpenModel) -> dict[str, Tensor]:
@@ -139,66 +171,6 @@ def outside_tensors(
     return result
 
 
-def write_description(
-    opened: OpenModel,
-    folder: Path,
-    shards: dict[str, list[str]],
-    sizes: int,
-    quantization: dict[str, Any] | None,
-    dtype: torch.dtype,
-    caches: Mapping[str, CacheScheme] | None = None,
-    masked: Sequence[str] = (),
-    digests: Mapping[str, str] | None = None,
-) -> None:
-    """Write all files other than shards: index, config with quantization_config, generation config, tokenizer, digests.
-
-    shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors.
-    dtype: of computation when the checkpoint is loaded. caches: the scheme of each attention with a rounded cache, if
-    quantization_config does not state it. masked: pruned linears whose masks no tensor stores. digests: sha256 of the
-    shards by file, as far as known.
-    """
-    if shards:
-        weight_map = {name: shard for shard, names in shards.items() for name in names}
-        index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX, index)
-    config = opened.config.to_dict()
-    config.pop("_name_or_path", None)
-    config["architectures"] = [type(opened.model).__name__]
-    config["dtype"] = dtype_name(dtype)
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    if caches:
-        config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
-    if masked:
-        config[MASKED_KEY] = list(masked)
-    written = _write_others(opened, folder)
-    write_json(folder / "config.json", config)
-    weights = [*shards, INDEX] if shards else [path.name for path in folder.glob("*.gguf")]
-    write_digests(folder, [*weights, "config.json", *written], digests)
-
-
-def _write_others(opened: OpenModel, folder: Path) -> list[str]:
-    """Write generation config, tokenizer and processor; returns the names of the files, without those in folders.
-
-    Raises SaveError.
-    """
-    generation = getattr(opened.model, "generation_config", None)
-    written: list[str] = [name for name in opened.processor if "/" not in name]
-    try:
-        if generation is not None:
-            generation.save_pretrained(folder)
-            written.append("generation_config.json")
-        if opened.tokenizer is not None:
-            saved = [Path(path) for path in opened.tokenizer.save_pretrained(folder)]
-            written += [path.name for path in saved if path.is_file() and path.parent == folder]
-        for name, text in opened.processor.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SaveError(f"{error.filename or folder}: {reason_of(error)}; {RESUMES}") from error
-    return written
-
-
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
     """Full names of all dense linears of the model, with the head. compressed: the names of compressed layers."""
     packed = compressed | {name for end in find_ends(opened.model) if end.name in compressed for name in end.names}
@@ -212,3 +184,18 @@ def stated_scheme(model: PreTrainedModel, caches: Mapping[str, CacheScheme], for
         return None
     scheme = kinds.pop()
     return scheme if format_.states(scheme, model.config) else None
+
+
+def check_together(format_: Format, schemes: Mapping[str, LayerScheme]) -> None:
+    """Check that layers, each of which the format stores, can be in one checkpoint.
+
+    Args:
+        schemes: schemes of linears by full name, as passes leave them.
+
+    Raises:
+        TargetError: if two layers cannot be in one checkpoint.
+    """
+    adapted = {name: format_.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
+    reason = format_.clash({name: scheme for name, scheme in adapted.items() if scheme is not None})
+    if reason is not None:
+        raise TargetError(f"save: {reason}")

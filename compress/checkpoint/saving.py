@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from compress.checkpoint.formats.native import Native
+from compress.checkpoint.save import model_tensors
 from compress.errors import SaveError
 from compress.layers.linear import CompressedLinear
 from compress.models.caches.quantized import rounded_caches
 from compress.models.experts import Experts
-from compress.models.reshape.reconfigure import tensors
-
-MASKED_KEY = "compress_masked"
-"""The entry of config.json that lists the linears whose zeros are pruned weights."""
 
 
 def guard_saving(model: nn.Module) -> None:
@@ -59,7 +57,7 @@ class Saving(HfQuantizer):
                 f"save_pretrained: {reason}, which transformers cannot store; "
                 "use compress.save(model, folder), or format='dense' there for dequantized weights"
             )
-        return {name: tensor.contiguous() for name, tensor in tensors(model).items()}, {}
+        return model_tensors(model, Native()), {}
 
     @property
     def is_compileable(self) -> bool:

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, CannotRun, call_foreign
 
 SPEAKERS = {
     "human": "user",
@@ -127,11 +126,14 @@ class RowReader:
         if not self.templated or self.tokenizer is None:
             return Document("\n".join(f"{m['role']}: {m['content']}" for m in messages), form)
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], chat_template=self.template, tokenize=False
+            text = call_foreign(
+                self.tokenizer.apply_chat_template,
+                [dict(m) for m in messages],
+                chat_template=self.template,
+                tokenize=False,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except CannotRun as error:
+            reason = " ".join(str(error.cause).split())
             raise CalibrationError(
                 f"{where}: the chat template refuses the conversation ({reason}); remove the row, or give another "
                 "template (chat_template: FILE)"

@@ -23,11 +23,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.sources.opening import UNREADABLE
 from compress.data.sources import json_rows
 from compress.data.text_source import Part, TextSource
 from compress.data.waves import read_wave
-from compress.errors import CalibrationError, one_line
+from compress.errors import CalibrationError, CannotRun, call_foreign, one_line
 from compress.models.kinds.kinds import described
 from compress.models.kinds.recordings import LABELS, Rows, row_of, rows_of, stacked
 from compress.models.structure.front import check_recordings, front_of
@@ -167,11 +166,11 @@ def extractor_of(model: PreTrainedModel, part: Part) -> Any:
     """The feature extractor in the folder of a model. Raises CalibrationError."""
     try:
         if not model.name_or_path:
-            raise OSError("the model is not from a folder")
-        found: Any = AutoFeatureExtractor.from_pretrained(model.name_or_path, trust_remote_code=False)
+            raise ValueError("the model is not from a folder")
+        found: Any = call_foreign(AutoFeatureExtractor.from_pretrained, model.name_or_path, trust_remote_code=False)
         if not isinstance(getattr(found, "sampling_rate", None), int):
             raise ValueError("it states no sampling rate")
-    except (OSError, ImportError, *UNREADABLE) as error:
+    except (ValueError, CannotRun) as error:
         raise CalibrationError(
             f"{part}: the feature extractor of the model cannot be read ({one_line(error)}); add its "
             f"preprocessor_config.json to the model's folder, or use features in a {STORED} file"
@@ -215,10 +214,11 @@ class RecordingReader:
                 "and its transcript into shorter ones"
             )
         try:
-            found = self.extractor(sound, sampling_rate=rate, return_tensors="pt")[self.model.main_input_name][0]
-        except (*UNREADABLE, RuntimeError) as error:
+            made = call_foreign(self.extractor, sound, sampling_rate=rate, return_tensors="pt")
+            found = call_foreign(lambda: made[self.model.main_input_name][0])
+        except CannotRun as error:
             raise CalibrationError(
-                f"{where}: the feature extractor cannot read {path} ({one_line(error)}); use a longer recording"
+                f"{where}: the feature extractor cannot read {path} ({one_line(error.cause)}); use a longer recording"
             ) from error
         return found
 
@@ -242,8 +242,8 @@ class RecordingReader:
         if not hasattr(found, "set_prefix_tokens"):
             raise CalibrationError(f"{where}: the tokenizer has no tokens for {' and '.join(asked)}; leave them out")
         try:
-            found.set_prefix_tokens(**asked)
-        except UNREADABLE as error:
-            raise CalibrationError(f"{where}: {' and '.join(asked)}: {one_line(error)}") from error
+            call_foreign(found.set_prefix_tokens, **asked)
+        except CannotRun as error:
+            raise CalibrationError(f"{where}: {' and '.join(asked)}: {one_line(error.cause)}") from error
         self.told[key] = found
         return found

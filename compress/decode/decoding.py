@@ -19,6 +19,7 @@ from transformers.cache_utils import StaticLayer
 from compress.decode.layout import UntraceableError
 from compress.decode.prepared import prepare
 from compress.decode.step import TracedStep
+from compress.errors import CannotRun, call_foreign
 from compress.layers.linear import CompressedLinear
 
 MAX_STEPS = 8
@@ -29,8 +30,6 @@ TOLERANCE, QUANTIZED_TOLERANCE = 0.05, 0.25
 The second is for models with activation quantization: another order of summation changes some codes by one."""
 COUNTER = "cumulative_length_int"  # number of tokens in a sliding-window layer of a cache of transformers
 
-FAILURES = (UntraceableError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""Exceptions that end tracing. The model then computes the step, and raises its errors again."""
 LOCK = threading.Lock()
 """A traced step has one memory, so only one thread runs a step at a time."""
 
@@ -170,18 +169,17 @@ class TracedDecoding:
         saved_state = [tensor.clone() for tensor in state]
         try:
             prepare(self.model)
-            traced_step = TracedStep(step, tensors, state)
+            traced_step = call_foreign(TracedStep, step, tensors, state)
             output, names, other_outputs = result
             if any(value is not None and value is not cache for value in other_outputs.values()):
                 raise UntraceableError(f"outputs {', '.join(other_outputs)}")
             counters = counter_increments(scalars, scalars_of(cache))
             if [tensor.data_ptr() for tensor in state_of(cache)] != [tensor.data_ptr() for tensor in state]:
                 raise UntraceableError("the cache gets other tensors in each step")
-        except FAILURES as error:
+        except (UntraceableError, CannotRun) as error:
             is_untraceable = isinstance(error, UntraceableError)
-            self.refuse(
-                key, str(error) if is_untraceable else repr(error), logging.INFO if is_untraceable else logging.WARNING
-            )
+            reason = str(error) if is_untraceable else repr(error.__cause__)
+            self.refuse(key, reason, logging.INFO if is_untraceable else logging.WARNING)
             restore(cache, state, saved_state, scalars)
             return self.run_untraced(**unflatten_arguments(leaves, tensors))
         if len(self.decoders) >= MAX_STEPS:

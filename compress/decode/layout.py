@@ -9,10 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from compress.errors import CompressError
 from compress.native.steps import DIMENSIONS
 
 
-class UntraceableError(Exception):
+class UntraceableError(CompressError):
     """A step that cannot be traced, and the reason."""
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from compress.errors import CannotRun, call_foreign
+
 LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
-MISFITS = (AttributeError, RuntimeError, TypeError, ValueError, LookupError, AssertionError)
-"""The exceptions of a subclass whose forward pass needs attributes that a linear layer lacks."""
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -32,7 +34,8 @@ def is_linear(cls: type[nn.Module]) -> bool:
     trial._parameters.update(plain._parameters)
     with torch.no_grad():
         try:
-            output = trial(x)
-        except MISFITS:
+            output = call_foreign(trial, x)
+        except CannotRun as error:
+            log.debug("%s is not treated as a linear layer: %s", cls.__name__, error)
             return False
         return isinstance(output, Tensor) and torch.allclose(output, plain(x))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
+from compress.errors import CannotRun, call_foreign
 from compress.layers.linear import CompressedLinear
 
 PROOF_TOLERANCE = 1e-5  # relative, float32: another summation order differs by 1e-7
@@ -29,8 +30,6 @@ PROOF_UNIT = 8  # the verification replaces the common divisor of the real width
 PROBE_TOKENS = 16  # random tokens with which links inside an expert are found and verified
 ROUTED: ContextVar[Tensor | None] = ContextVar("ROUTED", default=None)
 """The indices of the tokens that the current expert computes; forward passes in lockstep each have their own."""
-
-NOT_RUNNABLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -249,11 +248,11 @@ def _refuted(module: nn.Module, layout: Layout) -> str | None:
     weights = torch.rand(chosen.shape, generator=draw)
     with torch.no_grad():
         try:
-            expected = small(x, chosen, weights)
-            actual = _opened(small, layout, False)(x, chosen, weights)
+            expected = call_foreign(small, x, chosen, weights)
+            actual = call_foreign(_opened(small, layout, False), x, chosen, weights)
             error = float((actual - expected).norm() / expected.norm())
-        except NOT_RUNNABLE as problem:
-            return f"the module does not accept tokens, experts and weights ({type(problem).__name__}: {problem})"
+        except CannotRun as error:
+            return f"the module does not accept tokens, experts and weights ({error})"
     return None if error < PROOF_TOLERANCE else f"the opened form computes other values (relative error {error:.1g})"
 
 

@@ -17,24 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry, layer_schemes
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.containers.files import write_text
-from compress.checkpoint.containers.safetensors import shard_name, write_shard
-from compress.checkpoint.save import (
-    block_tensors,
-    dense_linear_names,
-    outside_tensors,
-    stated_scheme,
-    store_as_planned,
-    write_description,
-)
+from compress.checkpoint.exact import ExactCodec, restore_exact
 from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.checkpoint.sources.stored import INDEX
-from compress.errors import OutputError
-from compress.layers.linear import CompressedLinear, linears, scheme_of
+from compress.checkpoint.writer import OUTSIDE, CheckpointWriter, write_probe
+from compress.errors import CannotRun, OutputError, call_foreign
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import cache_records
-from compress.models.caches.scheme import CacheScheme
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Cost, Run
@@ -44,6 +35,7 @@ from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
 from compress.pipeline.output import (
     MANIFEST,
+    STAGED,
     WORK,
     check_files,
     check_folder,
@@ -54,14 +46,11 @@ from compress.pipeline.output import (
     staging_folder,
 )
 from compress.pipeline.provenance import changed_code
-from compress.pipeline.readers import check_together
 from compress.pipeline.resolve import update_targets
-from compress.pipeline.restore import is_file, restore_block
-from compress.pipeline.shards import ShardEntry, record, write_entry
-from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
+from compress.pipeline.restore import restore_block
+from compress.pipeline.snapshot import Snapshot, read_snapshot
 from compress.sweep.install import LayerResult
 from compress.sweep.quantized_embeddings import embeddings_of, quantize_embeddings
-from compress.version import __version__
 
 SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"
@@ -101,23 +90,15 @@ class Manifest:
 
     def schemes_of(self, opened: OpenModel) -> dict[str, LayerScheme]:
         """The storage scheme of every compressed layer, in the order of the model."""
-        found = {name: values for entry in self.shards.values() for name, values in entry.schemes.items()}
-        names = [*opened.linear_names(), *compressed_ends(opened.model)]
-        return {name: LayerScheme.from_json(found[name]) for name in names if name in found}
-
-    @property
-    def caches(self) -> dict[str, CacheScheme]:
-        """The rounding of keys and values, by attention module."""
-        record = {name: record for entry in self.shards.values() for name, record in entry.caches.items()}
-        return {name: CacheScheme.from_json(values["scheme"]) for name, values in record.items()}
+        return layer_schemes(self.shards, opened)
 
     def damaged(self) -> list[str]:
         """The files of a complete checkpoint that are missing or changed."""
-        files = {entry.file: entry.sha256 for entry in self.shards.values()}
-        changed = [name for name, digest in files.items() if not is_file(self.folder / name, digest)]
-        whole = [f"{WORK}/{PROBE_FILE}", "config.json", SUMS]
-        whole += [INDEX] if any(name.endswith(".safetensors") for name in files) else []
-        return changed + [name for name in whole if not (self.folder / name).exists()]
+        entries = {entry.file: entry for entry in self.shards.values()}
+        changed = [name for name, entry in entries.items() if not entry.is_unchanged(self.folder)]
+        required = [f"{WORK}/{PROBE_FILE}", "config.json", SUMS]
+        required += [INDEX] if any(name.endswith(".safetensors") for name in entries) else []
+        return changed + [name for name in required if not (self.folder / name).exists()]
 
     def write(self) -> None:
         """Write atomically, without copies of the values and without indents: every block writes all of it again."""
@@ -180,13 +161,17 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
 
 def _read(path: Path, folder: Path) -> Manifest | None:
     try:
-        values = json.loads(path.read_text())
-        shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
-        between = {name: values[name] and Snapshot.from_json(values[name]) for name in ("reached", "begun")}
-        files = check_files(values["files"], folder)
-        return Manifest(**{**values, **between, "folder": folder, "shards": shards, "files": files})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return call_foreign(_from_json, json.loads(path.read_text()), folder)
+    except (OSError, ValueError, CannotRun):
         return None  # written by another version, or damaged: not this run
+
+
+def _from_json(values: Any, folder: Path) -> Manifest:
+    """Return the manifest of JSON values. Raises TypeError, KeyError or AttributeError for those of another version."""
+    shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
+    snapshots = {name: values[name] and Snapshot.from_json(values[name]) for name in ("reached", "begun")}
+    files = check_files(values["files"], folder)
+    return Manifest(**{**values, **snapshots, "folder": folder, "shards": shards, "files": files})
 
 
 @dataclass
@@ -211,9 +196,14 @@ class Shards:
     _noted: int = field(init=False)
     _begun: Snapshot = field(init=False)
     _earlier: dict[str, list[dict[str, Any]]] = field(init=False, default_factory=dict)
+    _writer: CheckpointWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = len(self.run.journal.entries)
+        run, manifest = self.run, self.manifest
+        codec = FormatCodec(run.format, run.storage, run.sparse, self.accept)
+        staging, publish = manifest.folder / WORK / STAGED, manifest.publish
+        self._writer = CheckpointWriter(self.opened, codec, manifest.folder, staging, manifest.shards, publish)
 
     @property
     def first(self) -> bool:
@@ -225,7 +215,7 @@ class Shards:
         manifest, at = self.manifest, 0
         self.run.costs |= {name: Cost(**cost) for name, cost in manifest.costs.items()}
         reached = manifest.reached
-        if reached is not None and reached.whole(self._folder(reached.segment)):
+        if reached is not None and reached.is_intact(self._folder(reached.segment)):
             at = reached.segment + 1
             self._resume_from(reached, segments[at].first)
         elif len(segments) > 1 or not segments[0].swept:
@@ -250,7 +240,7 @@ class Shards:
                 return False
         else:
             entry = self._begun.parts.get(block.name)
-            if entry is None or not read_part(self._folder(segment.index), entry, block.module, opened.device):
+            if entry is None or not restore_exact(self._folder(segment.index), entry, block.module, opened.device):
                 return False
             self._earlier.setdefault(block.name, []).extend(entry.results)
         run.journal.entries[self._noted :] = [Entry(**values) for values in entry.journal]
@@ -264,16 +254,12 @@ class Shards:
         journal, made = self.run.journal, [asdict(result) for result in results]
         with self.run.phase("save"):
             notes = [asdict(entry) for entry in journal.entries[self._noted :]]
+            entry = (self._writer if segment.last else self._snapshot_writer(segment)).add(block)
+            entry.results, entry.journal = made, notes
             if segment.last:
-                entry = self._write_shard(block)
-                entry.results, entry.journal = self._earlier.pop(block.name, []) + made, notes
-                self.manifest.shards[block.name] = entry
+                entry.results = self._earlier.pop(block.name, []) + made
             else:
-                path = self._folder(segment.index) / self._file(block)
-                part = write_part(path, *state_of(block.module))
-                part.results, part.journal = made, notes
                 self._earlier.setdefault(block.name, []).extend(made)
-                self._begun.parts[block.name] = part
             self._noted = len(journal.entries)
             self._write()
         figures = {"block": block.index, "blocks": len(self.opened.blocks), "segment": segment.index}
@@ -285,7 +271,7 @@ class Shards:
         quantize_embeddings(self.opened, self.run, self.steps)
         self._earlier.setdefault(OUTSIDE, []).extend(asdict(result) for result in ends)
         if self.first and segment.last:
-            write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
+            write_probe(folder / WORK / PROBE_FILE, self.probe, logits())
         elif self.first:
             self._complete_snapshot(segment)
         self.run.processes.wait()  # all processes have read the previous snapshot
@@ -318,7 +304,7 @@ class Shards:
     def _complete_snapshot(self, segment: Segment) -> None:
         with self.run.phase("save"):
             begun, config = self._begun, self.opened.config.to_dict()
-            begun.parts[OUTSIDE] = write_part(self._folder(segment.index) / self._file(None), *outside_of(self.opened))
+            self._snapshot_writer(segment).add_outside(self._outside())
             begun.results = {name: list(results) for name, results in self._earlier.items()}
             begun.config, begun.complete = config, True
             begun.journal = [asdict(entry) for entry in self.run.journal.entries[self._began :]]
@@ -326,67 +312,26 @@ class Shards:
             self.manifest.training = self.run.training
             self._write()
 
-    def _write_shard(self, block: Block) -> ShardEntry:
-        run = self.run
-        if run.format.sparse:
-            store_as_planned(block.name, block.module, run.storage, run.sparse)
-        if self.accept is not None:
-            layers = linears(block.module)
-            self.accept(block.name, {f"{block.name}.{name}": scheme_of(layer) for name, layer in layers.items()})
-        tensors = block_tensors(block.name, block.module, run.format, run.storage)
-        entry = write_entry(self.manifest.staged / self._file(block), tensors)
-        for name, layer in linears(block.module).items():
-            if isinstance(layer, CompressedLinear):
-                record(entry, f"{block.name}.{name}", layer)
-        entry.caches = cache_records(block.name, block.module)
-        return entry
-
     def _describe(self) -> None:
         """Write the tensors outside of the blocks, the configuration, the recipe and the final manifest."""
-        manifest, folder, format_ = self.manifest, self.manifest.folder, self.run.format
-        with self.run.phase("save"):
-            layers = compressed_ends(self.opened.model)
-            tensors = outside_tensors(self.opened, layers, format_, self.run.storage, self.run.ends)
-            entry = write_entry(manifest.staged / self._file(None), tensors)
-            manifest.publish()
-            manifest.shards[OUTSIDE] = entry
-            entry.results = self._earlier.pop(OUTSIDE, [])
-            for name, layer in layers.items():
-                record(entry, name, layer)
-            schemes = manifest.schemes_of(self.opened)
-            ignore = dense_linear_names(self.opened, set(schemes))
-            stated = stated_scheme(self.opened.model, manifest.caches, format_)
-            check_together(format_, schemes)
-            config = format_.config(schemes, ignore, __version__, stated)
-            sizes = sum(entry.size_bytes for entry in manifest.shards.values())
-            digest = self._assembled(schemes)
-            shards = [] if digest is None else [entry.file for entry in manifest.shards.values()]
-            names = {} if shards else {entry.file: entry.names for entry in manifest.shards.values()}
-            own = manifest.caches if stated is None else {}
-            digests = {entry.file: entry.sha256 for entry in manifest.shards.values()}
-            digests |= {} if digest is None else {str(format_.file): digest}
-            about = names, sizes, config, self.loads_in, own
-            write_description(self.opened, manifest.staged, *about, digests=digests)
-            for name, text in self.recipe.items():
-                (manifest.staged / name).parent.mkdir(exist_ok=True)
-                write_text(manifest.staged / name, text)
-            manifest.publish()
-            if digest is not None:
-                for entry in manifest.shards.values():
-                    entry.file, entry.sha256 = str(format_.file), digest
-            manifest.training, manifest.complete = self.run.training, True
+        manifest, run = self.manifest, self.run
+        with run.phase("save"):
+            replaced = self._writer.close(run.format, self._outside(), self.loads_in, self.recipe)
+            manifest.shards[OUTSIDE].results = self._earlier.pop(OUTSIDE, [])
+            manifest.training, manifest.complete = run.training, True
             manifest.reached = manifest.begun = None
             self._write()
-            for name in shards:
-                (folder / name).unlink()
+            for name in replaced:
+                (manifest.folder / name).unlink()
 
-    def _assembled(self, schemes: Mapping[str, LayerScheme]) -> str | None:
-        """Write the one file that replaces the shards, if the format has one; returns its sha256."""
-        manifest, format_ = self.manifest, self.run.format
-        if format_.file is None:
-            return None
-        paths = {name: manifest.folder / entry.file for entry in manifest.shards.values() for name in entry.names}
-        return format_.assemble(manifest.staged, embeddings_of(self.opened), schemes, paths)
+    def _outside(self) -> Outside:
+        """Return the embedding, the LM head and the codes of those that the format quantizes."""
+        return Outside(embeddings_of(self.opened), compressed_ends(self.opened.model), self.run.ends)
+
+    def _snapshot_writer(self, segment: Segment) -> CheckpointWriter:
+        """Return the writer of the snapshot after a segment."""
+        folder = self._folder(segment.index)
+        return CheckpointWriter(self.opened, ExactCodec(), folder, folder, self._begun.parts)
 
     def _write(self) -> None:
         """Write the manifest with the costs so far, and publish what is staged."""
@@ -396,7 +341,3 @@ class Shards:
     def _folder(self, segment: int) -> Path:
         """The folder of the snapshot of a segment."""
         return self.manifest.folder / WORK / SEGMENTS / str(segment)
-
-    def _file(self, block: Block | None) -> str:
-        """The file name of a block, or of the tensors outside of blocks (None)."""
-        return shard_name(1 if block is None else block.index + 2, len(self.opened.blocks) + 1)

@@ -7,45 +7,32 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.codec import FormatCodec, Outside
 from compress.checkpoint.containers.files import reason_of
-from compress.checkpoint.containers.safetensors import shard_name, write_shard
 from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.save import (
-    block_tensors,
-    dense_linear_names,
-    outside_tensors,
-    stated_scheme,
-    store_as_planned,
-    stored_sparsity,
-    write_description,
-)
+from compress.checkpoint.save import store_as_planned, stored_sparsity
 from compress.checkpoint.sources.files import read_processor
 from compress.checkpoint.sources.load import load
 from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.writer import CheckpointWriter
 from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
-from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import cache_records
-from compress.models.caches.scheme import CacheScheme
 from compress.models.computation import storage_of
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import Run
-from compress.pipeline.readers import check_together
 from compress.sweep.install import adapt, adapt_block
 from compress.sweep.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.sweep.reference import twin
-from compress.version import __version__
 
 
 def save(
@@ -82,11 +69,14 @@ def save(
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
     run = Run(first.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
     with _new_folder(Path(folder)) as part:
-        written = _Written(part, opened, run)
+        codec = FormatCodec(run.format, storage, run.sparse)
+        writer = CheckpointWriter(opened, codec, part, part)
         for block in opened.blocks:
-            written.add(block)
-        written.close()
-        _verify(part, written.digests, dtype_name(first.dtype), first.device, Path(folder))
+            writer.add(_block_to_write(block, opened, run))
+        for name in writer.close(run.format, _outside_to_write(opened, run), storage):
+            (part / name).unlink()
+        digests = {name: digest for entry in writer.shards.values() for name, digest in entry.digests.items()}
+        _verify(part, digests, dtype_name(first.dtype), first.device, Path(folder))
     return Path(folder)
 
 
@@ -134,81 +124,38 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
-@dataclass
-class _Written:
-    """The checkpoint so far: tensor names by file, and the schemes, digests and caches of layers by full name.
+def _block_to_write(block: Block, opened: OpenModel, run: Run) -> Block:
+    """Return a copy of a block in the stored form of the format; the block itself does not change."""
+    copied = replace(block, module=twin(block.module))
+    adapt_block(copied, run, opened.dtype)
+    layers = [layer for layer in linears(copied.module).values() if isinstance(layer, CompressedLinear)]
+    for layer in layers:
+        if layer.scheme.folds:
+            layer.absorb_inputs(stored_sparsity(layer, run.storage, run.sparse) is not None)
+    store_as_planned(block.name, copied.module, run.storage, run.sparse)
+    for layer in layers:
+        _cast_parts(layer, run)
+    return copied
 
-    files: sha256 of the shards by file.
-    """
 
-    folder: Path
-    opened: OpenModel
-    run: Run
-    shards: dict[str, list[str]] = field(default_factory=dict)
-    size_bytes: int = 0
-    schemes: dict[str, LayerScheme] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
-    caches: dict[str, CacheScheme] = field(default_factory=dict)
-    masked: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
+def _outside_to_write(opened: OpenModel, run: Run) -> Outside:
+    """Return copies of the compressed embedding and LM head in the stored form of the format."""
+    layers = {name: twin(layer) for name, layer in compressed_ends(opened.model).items()}
+    for name, layer in layers.items():
+        adapt(layer, run, opened.dtype, f"save: {name}")
+        _cast_parts(layer, run)
+    return Outside(embeddings_of(opened), layers, quantized_embeddings(opened, run))
 
-    def add(self, block: Block) -> None:
-        """Write a block, in the form of the format; the block itself does not change."""
-        run, copied = self.run, replace(block, module=twin(block.module))
-        adapt_block(copied, run, self.opened.dtype)
-        for layer in linears(copied.module).values():
-            if isinstance(layer, CompressedLinear) and layer.scheme.folds:
-                layer.absorb_inputs(stored_sparsity(layer, run.storage, run.sparse) is not None)
-        store_as_planned(block.name, copied.module, run.storage, run.sparse)
-        for name, layer in linears(copied.module).items():
-            full = f"{block.name}.{name}"
-            if isinstance(layer, CompressedLinear):
-                self._stored(full, layer)
-            if isinstance(layer, CompressedLinear) and layer.mask_words is not None:  # no part stores it
-                self.masked.append(full)
-        records = cache_records(block.name, copied.module)
-        self.caches |= {name: CacheScheme.from_json(record["scheme"]) for name, record in records.items()}
-        self._write(block.index + 2, block_tensors(block.name, copied.module, run.format, run.storage))
 
-    def _stored(self, name: str, layer: CompressedLinear) -> None:
-        """Record a layer in its stored form."""
-        if not layer.scheme.plain:
-            run = self.run
-            layer.change_parts(lambda p: p.in_storage(run.scale_dtype if p.scheme.quantized else run.storage))
-            self.schemes[name], self.digests[name] = layer.scheme, layer.sha256()
-
-    def close(self) -> None:
-        """Write the tensors outside of the blocks, and all other files."""
-        opened, run = self.opened, self.run
-        layers = {name: twin(layer) for name, layer in compressed_ends(opened.model).items()}
-        for name, layer in layers.items():
-            adapt(layer, run, opened.dtype, f"save: {name}")
-            self._stored(name, layer)
-        self._write(1, outside_tensors(opened, layers, run.format, run.storage, quantized_embeddings(opened, run)))
-        stated = stated_scheme(opened.model, self.caches, run.format)
-        ignore = dense_linear_names(opened, set(self.schemes))
-        check_together(run.format, self.schemes)
-        config = run.format.config(self.schemes, ignore, __version__, stated)
-        own = self.caches if stated is None else {}
-        if run.format.file is not None:
-            paths = {name: self.folder / file for file, names in self.shards.items() for name in names}
-            run.format.assemble(self.folder, embeddings_of(opened), self.schemes, paths)
-            for file in self.shards:
-                (self.folder / file).unlink()
-            self.shards = {}
-        about = config, run.storage, own, self.masked, self.files
-        write_description(opened, self.folder, self.shards, self.size_bytes, *about)
-
-    def _write(self, number: int, tensors: dict[str, Any]) -> None:
-        name = shard_name(number, len(self.opened.blocks) + 1)
-        self.files[name] = write_shard(self.folder / name, tensors)
-        self.shards[name] = list(tensors)
-        self.size_bytes += sum(tensor.nbytes for tensor in tensors.values())
+def _cast_parts(layer: CompressedLinear, run: Run) -> None:
+    """Convert the parts of a layer that is not stored dense to their stored dtypes."""
+    if not layer.scheme.plain:
+        layer.change_parts(lambda p: p.in_storage(run.scale_dtype if p.scheme.quantized else run.storage))
 
 
 def _verify(part: Path, digests: dict[str, str], dtype: str, device: torch.device, folder: Path) -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
 from compress.passes.contract.journal import Journal
 from compress.pipeline.output import WORK, check_folder
@@ -89,7 +90,7 @@ def _take(file: int) -> None:
 def _holder(path: Path) -> str:
     """The process that holds a lock, in words."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         return f"process {found['process']} on {found['host']}, since {found['since']},"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         return "another process"  # that has not written its name yet

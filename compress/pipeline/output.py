@@ -17,6 +17,7 @@ from typing import Any
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.containers.files import tensor_file_bytes, write_text
 from compress.checkpoint.sources.stored import INDEX
+from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
 
 WORK = ".compress"
@@ -89,8 +90,8 @@ def check_files(files: Any, folder: Path) -> dict[str, int]:
 def listed_files(folder: Path) -> dict[str, int]:
     """The files that the manifest in a folder lists, also one of another version. Raises OutputError."""
     try:
-        found = json.loads((folder / WORK / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = read_json(folder / WORK / MANIFEST)["files"]
+    except (ValueError, KeyError) as error:
         raise OutputError(
             f"{folder}: {WORK}/{MANIFEST} does not list the files of its run (it is damaged, or of an earlier "
             "version), so that they cannot be told from yours; remove the folder yourself, or choose another --out"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.save import outside_dense
+from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.opening import OpenModel, read_config
 from compress.checkpoint.sources.packed import open_input, starting_sparsities
 from compress.errors import ModelError, ShortageError, TargetError
@@ -29,7 +29,7 @@ from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader, check_together
+from compress.pipeline.readers import check_reader
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
     layer_shapes,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
+from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError, SaveError, one_line
 from compress.pipeline.checkpoint import WORK
 
@@ -79,8 +79,8 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = False, hub:
 def _check_finished(folder: Path) -> None:
     """Raise OutputError unless the folder holds a complete run; its report is written after the verification."""
     try:
-        complete = json.loads((folder / WORK / "manifest.json").read_text(encoding="utf-8"))["complete"]
-    except (OSError, ValueError, KeyError, TypeError):
+        complete = read_json(folder / WORK / "manifest.json").get("complete") is True
+    except ValueError:
         complete = False
     if not complete or not (folder / "report.json").exists():
         raise OutputError(f"{folder}: holds no finished run; finish `compress run` with this folder as -o first")

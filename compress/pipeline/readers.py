@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.formats.base import Format, StoredLayer
+from compress.checkpoint.formats.base import StoredLayer
 from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
@@ -96,14 +96,3 @@ def check_reader(recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned
     if reason is not None:
         other = "save: {format: native} stores it for compress.load, "
         raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {other}{OWN}")
-
-
-def check_together(format_: Format, schemes: Mapping[str, LayerScheme]) -> None:
-    """Raise TargetError if layers, each of which the format stores, cannot be in one checkpoint.
-
-    schemes: of linears by full name, as passes leave them.
-    """
-    adapted = {name: format_.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
-    reason = format_.clash({name: scheme for name, scheme in adapted.items() if scheme is not None})
-    if reason is not None:
-        raise TargetError(f"save: {reason}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
-from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.codec import ShardEntry
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.load import fill, fill_caches
 from compress.checkpoint.sources.opening import Mapped
@@ -21,35 +20,27 @@ from compress.models.structure.blocks import Block
 from compress.models.tensors import assign
 
 
-class Stored(Protocol):
-    """What a manifest says of a finished block; see `checkpoint.ShardEntry`."""
-
-    file: str
-    sha256: str
-    names: list[str]
-    schemes: dict[str, dict[str, Any]]
-    caches: dict[str, dict[str, Any]]
-
-
-def is_file(path: Path, sha256: str) -> bool:
-    """Whether a file exists and has this digest."""
-    return path.exists() and file_sha256(path) == sha256
-
-
 def restore_block(
     block: Block,
-    entry: Stored,
+    entry: ShardEntry,
     folder: Path,
     targets: Collection[str],
     format_: Format,
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
-    path = folder / entry.file
-    if not is_file(path, entry.sha256):
+    """Restore a block from its shard.
+
+    Args:
+        targets: full names of linears that passes compress.
+        dtype: dtype of computation.
+
+    Returns:
+        False, without a change, if the file is missing or changed.
+    """
+    if not entry.is_unchanged(folder):
         return False
-    mapped = Mapped(stored_in(path), dtype, device)
+    mapped = Mapped(stored_in(folder / entry.file), dtype, device)
     for name, layer in linears(block.module).items():
         if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
             renew_linear(block.module, name)
@@ -57,8 +48,8 @@ def restore_block(
             replace_linear(block.module, name)
     schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
     fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
-    known = cache_records(block.name, block.module)
-    caches = {n: CacheScheme.from_json(record["scheme"]) for n, record in entry.caches.items() if n not in known}
+    present = cache_records(block.name, block.module)
+    caches = {n: CacheScheme.from_json(record["scheme"]) for n, record in entry.caches.items() if n not in present}
     scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
     fill_caches(block.module, block.name + ".", scales, caches)
     _assign_dense(block, mapped, schemes)
@@ -73,5 +64,5 @@ def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerSchem
         if isinstance(layer, CompressedLinear) and full not in schemes:
             weight = tensors.pop(f"{full}.weight")
             layer.put(weight.T if layer.transposed else weight)
-    held = {f"{block.name}.{name}" for name in block.module.state_dict()}
-    assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})
+    state_names = {f"{block.name}.{name}" for name in block.module.state_dict()}
+    assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in state_names})

@@ -25,6 +25,7 @@ from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.packed import Packed, with_masks
 from compress.checkpoint.sources.sentence import pooling_in
 from compress.checkpoint.sources.supported import check_supported
+from compress.checkpoint.writer import OUTSIDE
 from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
@@ -56,7 +57,6 @@ from compress.pipeline.progress import shown_progress
 from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.servers import settled_check
-from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import in_memory, open_original, open_source, open_start, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids, given_ids, probe_without_data, suited
 from compress.pipeline.verify import check_size, verify

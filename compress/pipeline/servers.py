@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.opening import OpenModel
-from compress.errors import TargetError
+from compress.errors import CannotRun, TargetError, call_foreign
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.objective import text_config
 from compress.models.structure.links import find_groups
 from compress.recipe.schema import Recipe
-from compress.sweep.capture import UNRUNNABLE, Call, ModelShell
+from compress.sweep.capture import Call, ModelShell
 
 MOST = 64
 """The largest number of devices that an error proposes."""
@@ -50,12 +50,12 @@ def fused_sets(opened: OpenModel) -> FusedSets:
         kind = frozenset(linears(block.module))
         if kind not in sets:
             sets[kind] = []
-            with suppress(*UNRUNNABLE), torch.no_grad():
+            with suppress(CannotRun), torch.no_grad():  # then its linears are not known to be fused
                 empty = copy.deepcopy(block.module).to("meta")
                 args: Any = send_to_device(call.args, "meta")
                 kwargs: Any = send_to_device(call.kwargs, "meta")
                 there = Call(args, kwargs, call.keyword)
-                groups = find_groups(empty, partial(_on_meta, there, hidden))
+                groups = call_foreign(find_groups, empty, partial(_on_meta, there, hidden))
                 sets[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
     return sets
 

@@ -10,6 +10,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.checkpoint.sources.packed import open_input
 from compress.errors import RecipeError
@@ -45,9 +46,9 @@ def original_of(source: str) -> str:
         seen.add(source)
         folder = Path(expanduser(source))
         try:
-            written = (folder / "report.json").exists()  # by a run
+            written = (folder / SUMS).exists()  # by a run
             recipe = plain_values(read_file(folder / RECIPE)) if written else None
-        except (OSError, ValueError, RecipeError, yaml.YAMLError):
+        except (RecipeError, yaml.YAMLError):  # no recipe of a run
             break
         model = recipe.get("model") if isinstance(recipe, dict) else None
         source = model if isinstance(model, str) else source

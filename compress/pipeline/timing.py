@@ -15,6 +15,7 @@ import transformers
 
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.sources.untrusted import read_json
 from compress.data.ids import extent
 from compress.data.text_source import as_source
 from compress.errors import CompressError
@@ -132,8 +133,8 @@ def windows_of(recipe: Recipe, opened: OpenModel, unknown: list[str]) -> int:
 def known(path: Path) -> Trial | None:
     """A kept trial; None if there is none that can be read."""
     try:
-        return Trial.from_json(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Trial.from_json(read_json(path))
+    except (ValueError, KeyError, TypeError):
         return None
 
 

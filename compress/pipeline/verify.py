@@ -19,7 +19,7 @@ from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.save import stated_scheme
 from compress.checkpoint.sources.load import load
-from compress.errors import VerificationError
+from compress.errors import CannotRun, VerificationError, call_foreign
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
@@ -242,9 +242,10 @@ def _transformers_model(
     try:
         with redirect_stderr(io.StringIO()):  # compressed-tensors shows its own progress bars
             options: dict[str, Any] = {} if format_.file is None else {"gguf_file": format_.file}
-            return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote, **options).eval()
-    except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error
+            options |= {"dtype": dtype, "trust_remote_code": remote}
+            return call_foreign(model_class.from_pretrained, folder, **options).eval()
+    except CannotRun as error:
+        raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error.cause}") from error
     finally:
         transformers.logging.set_verbosity(level)
         if bars:

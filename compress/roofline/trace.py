@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from compress.errors import ModelError
+from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.linear import linears
 from compress.models.experts import Experts, roles
 from compress.models.kinds.objective import without_cache
@@ -161,14 +161,13 @@ def trace(model: PreTrainedModel, batch: int, context: int) -> tuple[Trace, Trac
     use = {"use_cache": True} if without_cache(model) else {}
     ids = torch.zeros(batch, context, dtype=torch.long, device="meta")
     try:
-        prefill, output = _run(model, input_ids=ids, **use)
+        prefill, output = call_foreign(_run, model, input_ids=ids, **use)
         cache = getattr(output, "past_key_values", None)
         if cache is None:
             return prefill, None
-        decode, _ = _run(model, input_ids=ids[:, :1], past_key_values=cache, **use)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ModelError(f"model: {type(model).__name__} does not run without data ({reason})") from error
+        decode, _ = call_foreign(_run, model, input_ids=ids[:, :1], past_key_values=cache, **use)
+    except CannotRun as error:
+        raise ModelError(f"model: {type(model).__name__} does not run without data ({error})") from error
     return prefill, decode
 
 

@@ -18,14 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.checkpoint.sources.opening import OpenModel
-from compress.errors import ModelError, NumericError
+from compress.errors import CannotRun, ModelError, NumericError, call_foreign
 from compress.models.experts import exercised
 from compress.models.kinds.inputs import shape_of_answer
 from compress.models.kinds.kinds import SUPPORTED, answer_of
 from compress.models.kinds.objective import run_on
 from compress.models.kinds.recordings import beginning, is_recorded
 from compress.models.structure.blocks import Block, hidden_argument, hidden_of, stack_of
-from compress.models.structure.front import UNRUNNABLE, samples_for
+from compress.models.structure.front import samples_for
 from compress.models.tensors import is_finite
 from compress.sweep.store import ActivationStore
 
@@ -300,8 +300,8 @@ class ModelShell:
         """
         first = stack_of(self._opened.blocks, stack)[0]
         if any(tensor.is_meta for tensor in first.module.parameters()):
-            with suppress(*UNRUNNABLE):
-                self._learn_on_meta(ids, stack)
+            with suppress(CannotRun):  # then the block runs with its weights
+                call_foreign(self._learn_on_meta, ids, stack)
         self._sketching = True
         try:
             return self.capture(ids, stack, given)
@@ -339,16 +339,18 @@ class ModelShell:
     def _runs(self, ids: Int[Tensor, "1 length"]) -> Exception | None:
         """Run the model on a sample; returns the error with which it cannot. Raises ModelError for other faults."""
         try:
-            hidden = None
-            for stack in range(self.stacks):
-                hidden = self.sketch(ids, stack, hidden).hidden
-            assert hidden is not None
-            self.logits(ids, hidden)
-        except torch.OutOfMemoryError:
-            raise
-        except UNRUNNABLE as error:
-            return error
+            call_foreign(self._sketch_all, ids)
+        except CannotRun as error:
+            return error.cause
         return None
+
+    def _sketch_all(self, ids: Int[Tensor, "1 length"]) -> None:
+        """Run all stacks and the head on a sample."""
+        hidden = None
+        for stack in range(self.stacks):
+            hidden = self.sketch(ids, stack, hidden).hidden
+        assert hidden is not None
+        self.logits(ids, hidden)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 
 import pytest
 import torch
@@ -103,32 +102,6 @@ def test_what_is_outside_the_blocks(family, names, tiny, in_memory):
 def test_tied_tensors_are_stored_once(tiny, in_memory):
     assert "lm_head.weight" not in save.outside_tensors(in_memory(tiny("gpt2")), {}, FORMATS["native"], torch.float32)
     assert "lm_head.weight" in save.outside_tensors(in_memory(tiny("llama")), {}, FORMATS["native"], torch.float32)
-
-
-def test_the_description(tiny, in_memory, tmp_path):
-    opened = in_memory(tiny("llama"))
-    shards = {"b.safetensors": ["x", "y"], "a.safetensors": ["w"]}
-    digests = dict.fromkeys(shards, "0" * 64)
-    save.write_description(opened, tmp_path, shards, 12, {"quant_method": "m"}, torch.bfloat16, digests=digests)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 12}
-    assert list(index["weight_map"].items()) == [("w", "a.safetensors"), ("x", "b.safetensors"), ("y", "b.safetensors")]
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert (config["dtype"], config["quantization_config"]) == ("bfloat16", {"quant_method": "m"})
-    assert "_name_or_path" not in config
-
-
-def test_a_description_that_cannot_be_written(tiny, in_memory, tmp_path, monkeypatch):
-    opened = in_memory(tiny("llama"))
-
-    def fail(folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(opened.model.generation_config, "save_pretrained", fail)
-    with pytest.raises(SaveError, match="the disk is full"):
-        save.write_description(opened, tmp_path, {}, 0, None, torch.float32)
-    assert not (tmp_path / "config.json").exists()
 
 
 def test_the_names_of_linears_that_stay_dense(tiny, in_memory):

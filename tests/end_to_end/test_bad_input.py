@@ -188,7 +188,7 @@ def test_a_run_that_died_between_its_first_shard_and_the_manifest_goes_on(recipe
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("compress.pipeline.shards.write_shard", die)
+        patch.setattr("compress.checkpoint.writer.write_shard", die)
         compress.run(recipe(RTN()), tmp_path)
     assert [p.name for p in tmp_path.rglob("*.part")] == ["model-00002-of-00004.safetensors.part"]
     assert compress.run(recipe(RTN()), tmp_path).report["verified"]["own"] <= LOGITS

@@ -106,7 +106,28 @@ def test_a_second_run_trains_only_what_pruning_has_kept(ran, again, format_, pat
     assert sorted(result.report["masked"]) == sorted(before)
 
 
-def test_a_sparsity_that_only_the_report_states_is_kept(ran, again):
+MASKS_AS_ZEROS = {
+    "dense": ((), {"format": "dense"}),
+    "native": ((), {"format": "native", "sparse": "off"}),
+    "codes": ((RTN(group_size=32),), {"format": "compressed-tensors"}),
+}
+
+
+@pytest.mark.parametrize("case", MASKS_AS_ZEROS)
+def test_masks_belong_to_the_checkpoint_not_to_the_report(case, ran, tmp_path):
+    """Fewer zeros than any heuristic finds; only weights, configuration and tokenizer are copied."""
+    passes, save = MASKS_AS_ZEROS[case]
+    folder = ran(f"masks {case}", Magnitude(sparsity=0.05), *passes, **save)
+    left_out = shutil.ignore_patterns("report.*", "recipe.yaml", ".compress", "README.md")
+    opened = open_input(str(shutil.copytree(folder, tmp_path / "copy", ignore=left_out)))
+    for block in opened.blocks:
+        opened.bring(block)
+        for name, layer in linears(block.module).items():
+            assert layer.mask is not None and bool((layer.weight[~layer.mask] == 0).all()), name
+            assert 0.04 < float((~layer.mask).float().mean()) < 0.2
+
+
+def test_a_sparsity_too_small_to_be_found_is_kept(ran, again):
     first = ran("a little", Magnitude(sparsity=0.05), format="dense")
     second = again(first, Finetune(**FEW), format="dense")
     third = again(second.folder, Finetune(**FEW), out="third", format="dense")
@@ -188,7 +209,7 @@ def test_lkd_alone_on_codes_learns_almost_what_one_run_learns(ran, again, pico, 
 
 def test_lkd_on_the_codes_of_others_has_nothing_to_compare_with(ran, again, tmp_path):
     folder = shutil.copytree(ran("rtn native", RTN(weights="int3", group_size=32), format="native"), tmp_path / "copy")
-    (folder / "report.json").unlink()
+    (folder / "recipe.yaml").unlink()
     with pytest.raises(TargetError, match=r"passes\[0\] lkd: .*is not known: no run of compress wrote the folder"):
         compress.plan(again.recipe(folder, LKD(), format="native"))
 

@@ -171,7 +171,7 @@ def test_two_pruning_passes_are_settled_to_what_they_leave(recipe, tmp_path):
 
 def test_what_was_planned_sparse_may_end_dense(recipe, tmp_path, monkeypatch):
     """The bytes of the report are those of the checkpoint also then."""
-    monkeypatch.setattr("compress.pipeline.checkpoint.store_as_planned", lambda *_: None)
+    monkeypatch.setattr("compress.checkpoint.codec.store_as_planned", lambda *_: None)
     asked = recipe(Wanda(pattern="2:4"), save={"format": "native"})
     report = compress.run(asked, tmp_path).report
     assert written_bytes(tmp_path) == report["size"]["tensor_bytes"] > report["predicted"]["tensor_bytes"]

@@ -6,9 +6,10 @@ import os
 import pytest
 
 import compress
+from compress.checkpoint.codec import ShardEntry
 from compress.errors import OutputError, SaveError
 from compress.passes.contract.journal import Journal
-from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, open_folder
+from compress.pipeline.checkpoint import WORK, Manifest, open_folder
 from compress.pipeline.provenance import fingerprint
 from compress.pipeline.run import prepare
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -294,13 +295,14 @@ def _read_state(text: Int[Tensor, " n"], scheme: LayerScheme, kind: str) -> dict
         raise ValueError(f"{name} has {text.numel()} bytes, but it can have at most {LARGEST_STATE}")
     try:
         state = json.loads(bytes(text.flatten().tolist()).decode())
-        found = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize", NESTED)
-        if "nested_offset" in state:
-            float(state["nested_offset"])
-        elif KINDS[codes_of(scheme).grid][1]:
-            raise KeyError("nested_offset")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read ({error!r})") from error
+    if not isinstance(state, dict) or not isinstance(state.get("shape"), list) or "blocksize" not in state:
+        raise ValueError(f"{name} cannot be read (it is no object with shape and blocksize)")
+    offset = state.get("nested_offset", None if KINDS[codes_of(scheme).grid][1] else 0.0)
+    if not isinstance(offset, int | float) or abs(offset) > sys.float_info.max:
+        raise ValueError(f"{name} cannot be read (its nested_offset is {offset!r}, which is no number)")
+    found = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize", NESTED)
     wanted = scheme.shape, codes_of(scheme).group_size, NESTED
     if found != wanted:
         raise ValueError(f"{name} states shape, blocksize and nested_blocksize {found}, but they must be {wanted}")

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.formats.native import Native
+from compress.checkpoint.save import compressed_layers, model_tensors
 from compress.checkpoint.sources.load import cache_schemes, fill, fill_caches, schemes_of, weights_in_codes
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.opening import Mapped
 from compress.checkpoint.sources.stored import by_owner, stored_in
 from compress.decode import accelerate_generation
-from compress.errors import ModelError, SaveError
+from compress.errors import ModelError
 from compress.layers.embedding import CompressedEmbedding, layer_of
-from compress.layers.linear import CompressedLinear, linears, replace_linear
+from compress.layers.linear import replace_linear
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import CONFIG_KEY, SCALES, rounded_caches
 from compress.models.caches.scheme import CacheScheme
-from compress.models.experts import Experts, open_experts
-from compress.models.structure.ends import compressed_ends, find_ends, replace_end, tie_recorded
+from compress.models.experts import open_experts
+from compress.models.structure.ends import find_ends, replace_end, tie_recorded
 
 NATIVE = Native()
 NUMBER = re.compile(r"\d+")
@@ -154,26 +155,17 @@ def _device_of(name: str, places: Mapping[str, Any]) -> torch.device:
 
 
 def native_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors by name, schemes of the compressed linears) of a model in format `native`.
+    """Return the state of a model in format `native`, and state its rounded caches in its configuration.
 
-    Raises SaveError for experts without names in transformers.
+    Returns:
+        Tensors by name, and the schemes of the compressed layers as JSON values.
+
+    Raises:
+        SaveError: for experts that have no names in transformers.
     """
-    experts = [name for name, module in model.named_modules() if isinstance(module, Experts) and not module.named]
-    if experts:
-        raise SaveError(f"save_pretrained: {experts[0]} holds its experts one by one; use compress.save(model, folder)")
-    layers = {n: m for n, m in linears(model).items() if isinstance(m, CompressedLinear)} | compressed_ends(model)
-    dense_names = {end.name: end.embedding or end.name for end in find_ends(model)}  # of tied weights
-    inside = tuple(f"{name}." for name in layers)
-    found = {n: t.detach() for n, t in model.state_dict().items() if not inside or not n.startswith(inside)}
-    for name, layer in layers.items():
-        if layer.scheme.plain:
-            found[f"{dense_names.get(name, name)}.weight"] = layer.weight.T if layer.transposed else layer.weight
-        else:
-            found |= {f"{name}.{key}": tensor for key, tensor in layer.tensors().items()}
-        if layer.bias is not None:
-            found[f"{name}.bias"] = layer.bias.detach()
-    schemes = {name: scheme.to_json() for name, scheme in rounded_caches(model).items()}
-    if schemes:
-        setattr(model.config, CONFIG_KEY, schemes)
-    stated = {name: layer.scheme.to_json() for name, layer in layers.items() if not layer.scheme.plain}
-    return {name: tensor.contiguous() for name, tensor in found.items()}, stated
+    tensors = model_tensors(model, NATIVE)
+    cache_schemes_json = {name: scheme.to_json() for name, scheme in rounded_caches(model).items()}
+    if cache_schemes_json:
+        setattr(model.config, CONFIG_KEY, cache_schemes_json)
+    layers = {name: layer for name, layer in compressed_layers(model).items() if not layer.scheme.plain}
+    return tensors, {name: layer.scheme.to_json() for name, layer in layers.items()}

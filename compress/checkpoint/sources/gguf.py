@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.containers.safetensors import write_shard
 from compress.checkpoint.sources.child_process import run_function
 from compress.checkpoint.sources.gguf_contents import (
     check_keys,
@@ -91,7 +92,6 @@ def convert(path: Path, folder: Path) -> None:
     Raises ModelError for a file that is not read completely, and the errors of transformers and `gguf`.
     """
     import torch  # this function runs in a process of its own
-    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from_file: dict[str, Any] = {"gguf_file": path.name}
@@ -107,7 +107,7 @@ def convert(path: Path, folder: Path) -> None:
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
     record_narrow(folder, path, tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_shard(folder / "model.safetensors", tensors)
     model.config.__dict__.pop("quantization_config", None)
     model.config.save_pretrained(folder)
     if model.generation_config is not None:

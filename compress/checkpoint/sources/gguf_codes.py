@@ -7,6 +7,7 @@ weight is read. A file whose codes cannot stay codes is converted to dense weigh
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,11 +24,13 @@ from compress.checkpoint.formats.gguf import GGUF, STORED
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of
 from compress.checkpoint.sources.gguf import made_once
 from compress.checkpoint.sources.gguf_contents import check_keys, check_none_missing, check_none_unread, header_of
-from compress.checkpoint.sources.opening import UNREADABLE, empty_model, folder_of
-from compress.errors import ModelError
+from compress.checkpoint.sources.opening import empty_model, folder_of
+from compress.errors import ModelError, NotThisFormat, call_foreign
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import find_ends
+
+log = logging.getLogger(__name__)
 
 KEPT = "compress/gguf-codes-2"  # the number changes when the content of a folder does
 
@@ -39,12 +42,19 @@ def checkpoint_of(source: str) -> Path:
     path = Path(expanduser(source))
     try:
         return made_once(path, KEPT, lambda folder: _keep(path, folder))
-    except (OSError, ImportError, RuntimeError, ModelError, *UNREADABLE):
-        return folder_of(source)  # the conversion tells what is wrong with the file, if anything is
+    except ModelError as error:  # the conversion reports what is wrong with the file, if anything is
+        log.info("%s is converted to dense weights: %s", path, error)
+        return folder_of(source)
 
 
 def _keep(path: Path, folder: Path) -> None:
-    """Write the folder. Raises ValueError for a file that has no codes, or some that cannot stay codes."""
+    """Write the folder.
+
+    Raises:
+        NotThisFormat: for a file without codes, or with some that cannot stay codes.
+        CannotRun: if transformers or `gguf` cannot read the file.
+        ModelError: for a file that is not read completely.
+    """
     try:
         os.link(path, folder / FILE)
     except OSError:  # on another file system
@@ -53,13 +63,13 @@ def _keep(path: Path, folder: Path) -> None:
 
 
 def _describe(path: Path) -> None:
-    """Write the files beside a file. Raises ValueError as `_keep` does, ModelError if some of it would not be read."""
-    header = header_of(path)
+    """Write configuration, tokenizer and index of a file to its folder. Raises as `_keep`."""
+    header = call_foreign(header_of, path)
     types = header.types
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name)
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
-        raise ValueError("its architecture, or a type of its tensors, is not known")
+        raise NotThisFormat(f"model: {path}: its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
     check_keys(header, config)
     config.save_pretrained(folder)
@@ -76,13 +86,13 @@ def _describe(path: Path) -> None:
         entries[name] = Entry(f"{layer}.{STORED}" if layer in schemes else full, heads, shift)
     quantization = GGUF().config(schemes, [], "")
     if quantization is None:
-        raise ValueError("it has no codes")
+        raise NotThisFormat(f"model: {path} has no codes")
     (folder / SIDECAR).write_text(packed_index(entries), encoding="utf-8")
     config.quantization_config = quantization
     config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    call_foreign(AutoTokenizer.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
 
 
 def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:
@@ -93,7 +103,7 @@ def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple
         module, _, leaf = full.rpartition(".")
         known = name_in_file(f"{tied.get(module) or module}.{leaf}")
         if known is None:
-            raise ValueError(f"the gguf package has no name for {full}")
+            raise NotThisFormat(f"model: the gguf package has no name for {full}")
         yield full, known
 
 

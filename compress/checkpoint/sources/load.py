@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.saving import MASKED_KEY, guard_saving
+from compress.checkpoint.save import MASKED_KEY
+from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources import opening as opening
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.inference import (
@@ -29,7 +30,7 @@ from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.stored import by_owner, stored_shapes, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder
 from compress.decode import accelerate_generation
-from compress.errors import ModelError
+from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, replace_linear, shape_of
 from compress.layers.scheme import LayerScheme
@@ -40,9 +41,6 @@ from compress.models.experts import open_experts
 from compress.models.structure.ends import End, find_ends, replace_end, tie
 from compress.models.tensors import assign
 from compress.numerics.dtypes import dtype_name
-
-MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""The exceptions of code that reads values of an unexpected form."""
 
 
 def load(
@@ -203,9 +201,9 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
             f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
         )
     try:
-        return found.of_config(described), described
-    except MISSHAPEN as error:
-        raise ModelError(f"model: quantization_config of its config.json cannot be read ({_reason(error)})") from error
+        return call_foreign(found.of_config, described), described
+    except CannotRun as error:
+        raise _unreadable("quantization_config", error) from error
 
 
 def schemes_of(
@@ -219,16 +217,16 @@ def schemes_of(
     ends = {end.name: end for end in find_ends(model)}
     known = shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
     try:
-        schemes = format_.schemes(described, shapes, stored_shapes(stored))
+        schemes = call_foreign(format_.schemes, described, shapes, stored_shapes(stored))
         for name, scheme in schemes.items():
             if name not in known:
                 raise ValueError(f"{name} is no linear of the model")
             if scheme.shape != known[name]:
                 here, there = list(known[name]), list(scheme.shape)
                 raise ModelError(f"model: {name} is {there} in the checkpoint, but {here} by its config.json")
-            scheme.check()
-    except MISSHAPEN as error:
-        raise ModelError(f"model: quantization_config of its config.json cannot be read ({_reason(error)})") from error
+            call_foreign(scheme.check)
+    except (ValueError, CannotRun) as error:
+        raise _unreadable("quantization_config", error) from error
     return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
 
 
@@ -242,23 +240,26 @@ def cache_schemes(
 ) -> dict[str, CacheScheme]:
     """The cache schemes by name of the attention. record: the value of `CONFIG_KEY`. Raises ModelError."""
     try:
-        everywhere = None if format_ is None else format_.cached(described)
+        everywhere = None if format_ is None else call_foreign(format_.cached, described)
         if everywhere is not None:
             return dict.fromkeys(attentions_with_cache(model), everywhere)
         if record is not None and not isinstance(record, dict):
             raise ValueError(f"{CONFIG_KEY} is no object")
-        return {name: CacheScheme.from_json(values) for name, values in (record or {}).items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model: {CONFIG_KEY} of its config.json cannot be read ({_reason(error)})") from error
-    except ValueError as error:
-        raise ModelError(f"model: config.json: {error}") from error
+        return {name: call_foreign(CacheScheme.from_json, values) for name, values in (record or {}).items()}
+    except (ValueError, CannotRun) as error:
+        cause = error.cause if isinstance(error, CannotRun) else error
+        if isinstance(cause, ValueError):
+            raise ModelError(f"model: config.json: {cause}") from error
+        raise _unreadable(CONFIG_KEY, error) from error
 
 
-def _reason(error: Exception) -> str:
-    """What is wrong with values that were read."""
-    if isinstance(error, KeyError):
-        return f"it lacks {error}, or does not know it"
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+def _unreadable(key: str, error: Exception) -> ModelError:
+    """Return an error for an entry of config.json whose values have an unexpected form."""
+    cause = error.cause if isinstance(error, CannotRun) else error
+    reason = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, KeyError):
+        reason = f"it lacks {cause}, or does not know it"
+    return ModelError(f"model: {key} of its config.json cannot be read ({reason})")
 
 
 def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]) -> None:

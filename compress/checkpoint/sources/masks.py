@@ -1,8 +1,8 @@
-"""Find linears that were pruned by their zeros, and read which masks a checkpoint records.
+"""Find linears that were pruned by their zeros.
 
-A dense checkpoint stores no masks. A linear counts as pruned if the checkpoint records it, or if more than `SHARE` of
-its weights are zero: trained weights are hardly ever exactly zero. Rows and columns that are zero as a whole do not
-count; they are unused channels, which reshaping passes may remove.
+No tensor of a dense checkpoint stores a mask. A linear counts as pruned if config.json lists it (`save.MASKED_KEY`), or
+if more than `SHARE` of its weights are zero: trained weights are hardly ever exactly zero. Rows and columns that are
+zero as a whole do not count; they are unused channels, which reshaping passes may remove.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from compress.checkpoint.sources.opening import Mapped, OpenModel
 from compress.checkpoint.sources.stored import opened_file
-from compress.checkpoint.sources.untrusted import read_json
 from compress.layers.linear import CompressedLinear, linears
 from compress.numerics.sparse.positions import sparsities
 
@@ -43,15 +42,6 @@ class Zeros:
         """The zeros outside of a mask."""
         found = min(sparsities(mask), key=lambda one: one.n_of_m[1] if one.n_of_m is not None else mask.shape[1] + 1)
         return cls(1 - int(mask.sum()) / mask.numel(), "" if found.n_of_m is None else found.text, recorded)
-
-
-def recorded_masks(folder: Path) -> frozenset[str]:
-    """The names of pruned linears in the report of the run that wrote a folder; empty if there is no report."""
-    try:
-        found = read_json(folder / "report.json").get("masked")
-    except ValueError:
-        return frozenset()
-    return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
 
 def mask_from_zeros(layer: CompressedLinear) -> None:

@@ -6,6 +6,7 @@ matrices had fewer bits, the conversion measures what float16 and bfloat16 lose 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from compress.checkpoint.containers.files import write_json
 from compress.checkpoint.sources.stored import headers_of
 from compress.checkpoint.sources.untrusted import read_json
 from compress.numerics.dtypes import DTYPES, dtype_name
+
+log = logging.getLogger(__name__)
 
 RECORD = "compress_narrow.json"
 """The file of a converted model with the dtype that loses least, and the relative error of each."""
@@ -31,8 +34,9 @@ def narrow_dtype(folder: Path, stored: Mapping[str, tuple[Path, str]]) -> torch.
     record = folder / RECORD
     if record.exists():
         try:
-            return DTYPES.get(read_json(record)["dtype"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return DTYPES.get(str(read_json(record).get("dtype")))
+        except ValueError:
+            log.warning("%s cannot be read; the dtype of the file is not known", record)
             return None
     kinds = {header.dtype for header in headers_of(stored).values() if len(header.shape) > 1}
     found = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -38,7 +37,7 @@ from compress.checkpoint.sources.stored_ends import map_ends, stored_ends
 from compress.checkpoint.sources.supported import check_supported, class_of
 from compress.checkpoint.sources.tokenizer import read_tokenizer
 from compress.checkpoint.sources.untrusted import check_config, check_folder, read_json
-from compress.errors import ModelError, one_line
+from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.layers.linear import linears
 from compress.models.caches.quantized import CONFIG_KEY
 from compress.models.computation import compute_dtype, to_device, widened
@@ -47,8 +46,6 @@ from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import End, tie
 from compress.models.tensors import assign, is_finite
 
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError)
-"""The exceptions of transformers for a config.json with missing or wrong entries."""
 SMALL_MODEL = 1 << 24
 """Numbers of a model that may be missing in its files before transformers is asked, which allocates them."""
 
@@ -308,10 +305,10 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
     try:
         if generation.exists():
             read_json(generation)
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (OSError, *UNREADABLE) as error:
+            model.generation_config = call_foreign(GenerationConfig.from_pretrained, folder)
+    except (ValueError, CannotRun) as error:
         raise ModelError(
-            f"model: {generation} cannot be read ({one_line(error)}); correct the file, or fetch it again"
+            f"model: {generation} cannot be read ({_reason(error)}); correct the file, or fetch it again"
         ) from error
     return model
 
@@ -326,13 +323,14 @@ def _built(
     # no_init_weights skips random initialization: 5 ms per linear
     with init_empty_weights(), no_init_weights(), limited(folder, without_data):
         try:
-            return kind._from_config(config, dtype=dtype)
-        except (*UNREADABLE, RuntimeError, ImportError) as error:
-            if without_data and isinstance(error, (NotImplementedError, RuntimeError)):
+            return call_foreign(kind._from_config, config, dtype=dtype)
+        except CannotRun as error:
+            if without_data and isinstance(error.cause, RuntimeError):
                 return None
             raise ModelError(
                 f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
-                f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
+                f"{folder}/config.json ({type(error.cause).__name__}: {error.cause}); correct the file, or fetch it "
+                "again"
             ) from error
 
 
@@ -354,9 +352,14 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
     check_folder(folder)
     try:
         check_config(read_json(folder / "config.json"), trust_remote_code)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, *UNREADABLE) as error:
-        raise ModelError(f"model: {source} has no readable config.json ({one_line(error)})") from error
+        return call_foreign(AutoConfig.from_pretrained, folder, trust_remote_code=trust_remote_code)
+    except (ValueError, CannotRun) as error:
+        raise ModelError(f"model: {source} has no readable config.json ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of an error in one line, without the name of its class."""
+    return one_line(error.cause if isinstance(error, CannotRun) else error)
 
 
 def load_whole(
@@ -374,10 +377,10 @@ def load_whole(
     try:
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
         options |= {"config": model.config, "state_dict": tensors, "dtype": dtype}
-        loaded: Any = type(model).from_pretrained(None, **options)
-        built, info = loaded
-    except (OSError, *UNREADABLE, RuntimeError) as error:
-        raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
+        loaded: Any = call_foreign(type(model).from_pretrained, None, **options)
+    except CannotRun as error:
+        raise ModelError(f"model: transformers cannot load {folder}: {error.cause}") from error
+    built, info = loaded
     if info["mismatched_keys"]:
         name, there, here = min(info["mismatched_keys"])
         raise ModelError(f"model: {name} is {list(there)} in {folder}, but {list(here)} by its config.json")

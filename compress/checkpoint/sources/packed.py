@@ -22,7 +22,7 @@ from compress.checkpoint.sources.files import fingerprint_of, read_processor, st
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import commit_of
 from compress.checkpoint.sources.load import describe, fill, fill_caches, masked_in, weights_in_codes
-from compress.checkpoint.sources.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
+from compress.checkpoint.sources.masks import MaskPolicy, Zeros, mask_from_zeros, told, zeros_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.opening import Mapped, OpenModel
 from compress.checkpoint.sources.sentence import read_sentence_files
@@ -149,7 +149,7 @@ def open_input(
     """
     folder = checkpoint_of(source) if codes else opening.folder_of(source)
     config = opening.read_config(folder, source, trust_remote_code)
-    recorded = recorded_masks(folder) | masked_in(config)
+    recorded = masked_in(config)
     if any(getattr(config, key, None) is not None for key in STATED):
         opened = _open_compressed(folder, source, dtype, device or torch.device("cpu"), trust_remote_code)
     else:

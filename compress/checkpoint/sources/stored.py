@@ -15,7 +15,7 @@ from compress.checkpoint.containers.gguf import FILE, open_gguf
 from compress.checkpoint.containers.mapped import open_mapped
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.sources.untrusted import read_json
-from compress.errors import ModelError, ShortageError
+from compress.errors import CannotRun, ModelError, ShortageError, call_foreign
 
 INDEX = "model.safetensors.index.json"
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
@@ -107,7 +107,7 @@ def opened_file(path: Path) -> Iterator[Any]:
     """Open a safetensors file, memory-mapped, or a GGUF file; ModelError when it is missing, truncated or another."""
     try:
         if path.name == FILE:
-            yield open_gguf(path)
+            yield call_foreign(open_gguf, path)
             return
         yield open_mapped(path)
     except FileNotFoundError as error:
@@ -119,7 +119,8 @@ def opened_file(path: Path) -> Iterator[Any]:
                 "raise its limit"
             ) from error
         raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
-    except (ValueError, LookupError, TypeError, ImportError) as error:
+    except (ValueError, CannotRun) as error:
         if path.name != FILE:
             raise
-        raise ModelError(f"model: {path} cannot be read ({error})") from error
+        cause = error.cause if isinstance(error, CannotRun) else error
+        raise ModelError(f"model: {path} cannot be read ({cause})") from error

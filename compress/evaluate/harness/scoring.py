@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.errors import NumericError
+from compress.errors import CannotRun, NumericError, call_foreign
 from compress.models.kinds.objective import without_cache
 
 Tokens = tuple[int, ...]
@@ -212,9 +212,9 @@ class Scorer:
             self._plain(group, keep)
         for group in groups:
             try:
-                self._shared([group], lambda entry, logs: shared.update({id(entry): logs}))
-            except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
-                self.note(f"prefixes are not shared: the model's cache cannot be used ({type(error).__name__})")
+                call_foreign(self._shared, [group], lambda entry, logs: shared.update({id(entry): logs}))
+            except CannotRun as error:
+                self.note(f"prefixes are not shared: the model's cache cannot be used ({type(error.cause).__name__})")
                 return False
         limit = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
         differences = (

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compress.errors import CalibrationError, ModelError
+from compress.errors import CalibrationError, CannotRun, ModelError, call_foreign
 from compress.models.kinds.kinds import RECORDED, described, kind_of, texts_in_row
 from compress.models.kinds.recordings import IGNORED, is_recorded, longest, read
 
@@ -79,8 +79,8 @@ def shifted(model: nn.Module, target: Ids) -> Ids:
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         try:
-            return own(target)
-        except (ValueError, AssertionError, TypeError, AttributeError) as error:
+            return call_foreign(own, target)
+        except CannotRun as error:
             raise _without_start(model) from error
     if start is None:
         raise _without_start(model)

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from compress.errors import ModelError
+from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.linear import CompressedLinear
 from compress.models.computation import to_device
 from compress.models.experts import open_experts
@@ -30,9 +29,6 @@ Path = tuple[str, ...]
 
 Shapes = dict[str, tuple[int, ...]]
 """The shape of every stored tensor of a model, by name."""
-
-IMPOSSIBLE = (StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
-"""The exceptions of transformers classes for an inconsistent configuration."""
 
 NO_SIZES = ("token_id", "label2id", "id2label")
 """Suffixes of keys whose values are integers but not sizes."""
@@ -61,8 +57,8 @@ def changed(config: PretrainedConfig, edits: Mapping[Path, Any]) -> PretrainedCo
             part = part[key]
         part[path[-1]] = value
     try:
-        return type(config).from_dict(values)
-    except IMPOSSIBLE:
+        return call_foreign(type(config).from_dict, values)
+    except CannotRun:
         return None
 
 
@@ -70,9 +66,9 @@ def sketch(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel 
     """The model of another configuration on the meta device; None when its class cannot build it."""
     try:
         with torch.device("meta"):
-            found = type(model)._from_config(copy.deepcopy(config))
-        open_experts(found)
-    except IMPOSSIBLE:
+            found = call_foreign(type(model)._from_config, copy.deepcopy(config))
+        call_foreign(open_experts, found)
+    except CannotRun:
         return None
     return found
 

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.errors import CalibrationError, ModelError
+from compress.errors import CalibrationError, CannotRun, CompressError, ModelError, call_foreign
 from compress.models.kinds.kinds import RECORDED, SUPPORTED, kind_of
 from compress.models.kinds.recordings import row_of, shape_in, targets_in
 from compress.models.structure.blocks import find_blocks
@@ -24,8 +24,6 @@ from compress.models.structure.ends import vocabulary_size
 
 POSITIONS = 16  # of a sample for an encoder that reads recordings of any length
 SECONDS, SAMPLES, FRAMES = 30, 16000, 100  # of a usual recording for an estimate, and its usual rates per second
-UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
-"""The exceptions of a forward pass that cannot read its inputs, or lacks one, such as an image."""
 Order = Literal["first", "last"]
 TOKENS = 4  # of a sample, and of the transcript of a sample
 
@@ -124,7 +122,7 @@ def fewest_frames(convolutions: Sequence[nn.Conv1d]) -> int:
     return count
 
 
-class _Reached(Exception):  # noqa: N818 - not an error
+class _Reached(CompressError):  # noqa: N818 - not an error
     """Ends a forward pass before the first convolution. fits: whether its input has the channels that it reads."""
 
     def __init__(self, fits: bool) -> None:
@@ -143,10 +141,11 @@ def reaches(model: PreTrainedModel, convolution: nn.Conv1d, shape: Sequence[int]
     encoder: nn.Module = model.get_encoder()
     handle = convolution.register_forward_pre_hook(stop)
     try:
-        encoder(torch.zeros(1, *shape, device=convolution.weight.device, dtype=convolution.weight.dtype))
+        features = torch.zeros(1, *shape, device=convolution.weight.device, dtype=convolution.weight.dtype)
+        call_foreign(encoder, features)
     except _Reached as reached:
         return reached.fits
-    except UNRUNNABLE:
+    except CannotRun:
         return False
     finally:
         handle.remove()

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.errors import ModelError, TargetError, one_line
+from compress.errors import CannotRun, ModelError, TargetError, call_foreign, one_line
 from compress.layers.linear import linears
 from compress.models.forward import logits_of, mean_loss, skipping, states
 from compress.models.kinds.objective import LMObjective, check_learns
@@ -23,7 +23,6 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Requirements
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.families.reshaping import ReshapingPass
-from compress.sweep.capture import UNRUNNABLE
 
 SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3, a wrong block more
 
@@ -201,9 +200,9 @@ def _check_runs(model: PreTrainedModel, ids: Tensor, gone: Sequence[int], where:
     """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
     try:
         with torch.no_grad():
-            model(input_ids=ids.to(next(model.parameters()).device))
-    except UNRUNNABLE as error:
+            call_foreign(model, input_ids=ids.to(next(model.parameters()).device))
+    except CannotRun as error:
         raise ModelError(
-            f"{where}: transformers cannot run the model without the blocks {sorted(gone)} ({one_line(error)}); "
+            f"{where}: transformers cannot run the model without the blocks {sorted(gone)} ({one_line(error.cause)}); "
             "protect them with keep"
         ) from error

@@ -51,6 +51,23 @@ def weights(model):
     return {name: layer.all_parts[0].dense(torch.float32) for name, layer in linears(model).items()}
 
 
+def test_a_fault_of_the_code_reader_is_raised_and_not_hidden_by_dense_weights(files, monkeypatch):
+    def fault(*_):
+        raise AttributeError("a fault of the reader")
+
+    monkeypatch.setattr("compress.checkpoint.sources.gguf_codes.packed_index", fault)
+    with pytest.raises(AttributeError, match="a fault of the reader"):
+        compress.load(files / "Q8_0.gguf")
+
+
+def test_a_file_without_known_codes_is_converted_and_the_log_says_why(files, monkeypatch, caplog):
+    monkeypatch.setattr("compress.checkpoint.sources.gguf_codes.BLOCK_TYPES", {})
+    with caplog.at_level("INFO", logger="compress.checkpoint.sources.gguf_codes"):
+        folder = checkpoint_of(str(files / "Q8_0.gguf"))
+    assert (folder / "model.safetensors").exists()
+    assert "is converted to dense weights" in caplog.text and "type of its tensors, is not known" in caplog.text
+
+
 @pytest.mark.parametrize(("kind", "grid"), KINDS.items())
 def test_the_codes_of_a_file_are_kept_and_give_the_logits_of_the_dense_model(kind, grid, files):
     model, tokenizer = compress.load(files / f"{kind}.gguf")

@@ -1,0 +1,193 @@
+"""CheckpointWriter: the only code that writes a model to disk.
+
+Each finished block becomes one shard of safetensors; `close` adds the tensors outside of blocks, the index, the
+configuration, the tokenizer and the digests. A codec decides what a shard holds: `codec.FormatCodec` the stored form of
+a checkpoint format, `exact.ExactCodec` the exact state of a model between two segments of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.codec import Codec, Outside, ShardContent, ShardEntry, cache_schemes, layer_schemes
+from compress.checkpoint.containers.digests import write_digests
+from compress.checkpoint.containers.files import RESUMES, reason_of, write_json, write_text
+from compress.checkpoint.containers.safetensors import shard_name, write_shard
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.save import (
+    MASKED_KEY,
+    check_together,
+    dense_linear_names,
+    stated_scheme,
+)
+from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.sources.stored import INDEX
+from compress.errors import SaveError
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import CONFIG_KEY
+from compress.models.structure.blocks import Block
+from compress.numerics.dtypes import dtype_name
+from compress.version import __version__
+
+OUTSIDE = "outside"
+"""The key of the shard with all tensors outside of blocks."""
+
+
+def _do_nothing() -> None:
+    return
+
+
+@dataclass
+class CheckpointWriter:
+    """Write a model block by block.
+
+    Files are written to `staging` and read from `folder`; `publish` moves them from one to the other. Without
+    `publish` both are one folder.
+
+    Attributes:
+        shards: records of the shards by block name, and of `OUTSIDE`.
+    """
+
+    opened: OpenModel
+    codec: Codec
+    folder: Path
+    staging: Path
+    shards: dict[str, ShardEntry] = field(default_factory=dict)
+    publish: Callable[[], None] = _do_nothing
+
+    def add(self, block: Block) -> ShardEntry:
+        """Write the shard of a block, and return its record. Raises SaveError if the disk is full or read-only."""
+        content = self.codec.encode_block(block)
+        return self._write(block.name, shard_name(block.index + 2, self._count), content)
+
+    def add_outside(self, outside: Outside) -> ShardEntry:
+        """Write the shard of the tensors outside of blocks, and return its record. Raises as `add`."""
+        content = self.codec.encode_outside(self.opened, outside)
+        return self._write(OUTSIDE, shard_name(1, self._count), content)
+
+    def close(
+        self, format_: Format, outside: Outside, dtype: torch.dtype, texts: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Write the tensors outside of blocks and all files other than shards.
+
+        Args:
+            dtype: dtype of computation that config.json states.
+            texts: further files by relative path.
+
+        Returns:
+            Names of the shards that the one file of a one-file format (`Format.file`) has replaced; the caller removes
+            them. `shards` refers to that file.
+
+        Raises:
+            TargetError: if the layers cannot be in one checkpoint of the format.
+            SaveError: if writing fails.
+        """
+        self.add_outside(outside)
+        self.publish()
+        schemes = layer_schemes(self.shards, self.opened)
+        check_together(format_, schemes)
+        self.staging.mkdir(parents=True, exist_ok=True)
+        digest = None
+        if format_.file is not None:
+            paths = {name: self.folder / entry.file for entry in self.shards.values() for name in entry.names}
+            digest = format_.assemble(self.staging, outside.ends, schemes, paths)
+        self._describe(format_, schemes, dtype, digest)
+        for name, text in (texts or {}).items():
+            (self.staging / name).parent.mkdir(exist_ok=True)
+            write_text(self.staging / name, text)
+        self.publish()
+        if digest is None:
+            return []
+        replaced = [entry.file for entry in self.shards.values()]
+        for entry in self.shards.values():
+            entry.file, entry.sha256 = str(format_.file), digest
+        return replaced
+
+    @property
+    def _count(self) -> int:
+        return len(self.opened.blocks) + 1
+
+    def _write(self, key: str, file: str, content: ShardContent) -> ShardEntry:
+        self.staging.mkdir(parents=True, exist_ok=True)
+        digest = write_shard(self.staging / file, content.tensors)
+        size = sum(tensor.nbytes for tensor in content.tensors.values())
+        self.shards[key] = ShardEntry(file, digest, list(content.tensors), size, **content.record)
+        return self.shards[key]
+
+    def _describe(
+        self, format_: Format, schemes: Mapping[str, LayerScheme], dtype: torch.dtype, assembled: str | None
+    ) -> None:
+        """Write index, config.json, generation config, tokenizer, processor and digests.
+
+        Args:
+            assembled: sha256 of the one file of a one-file format.
+        """
+        digests = {entry.file: entry.sha256 for entry in self.shards.values()}
+        weight_files = [*digests, INDEX]
+        if assembled is None:
+            weight_map = {name: entry.file for entry in self.shards.values() for name in entry.names}
+            total = sum(entry.size_bytes for entry in self.shards.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(self.staging / INDEX, index)
+        else:
+            weight_files = [str(format_.file)]
+            digests = {str(format_.file): assembled}
+        others = _write_tokenizer(self.opened, self.staging)
+        write_json(self.staging / "config.json", self._config(format_, schemes, dtype))
+        write_digests(self.staging, [*weight_files, "config.json", *others], digests)
+
+    def _config(self, format_: Format, schemes: Mapping[str, LayerScheme], dtype: torch.dtype) -> dict[str, Any]:
+        """Return the content of config.json."""
+        opened, caches = self.opened, cache_schemes(self.shards)
+        config = opened.config.to_dict()
+        config.pop("_name_or_path", None)
+        config["architectures"] = [type(opened.model).__name__]
+        config["dtype"] = dtype_name(dtype)
+        stated = stated_scheme(opened.model, caches, format_)
+        dense_names = dense_linear_names(opened, set(schemes))
+        quantization = format_.config(schemes, dense_names, __version__, stated)
+        if quantization is not None:
+            config["quantization_config"] = quantization
+        if caches and stated is None:
+            config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
+        masked = [name for entry in self.shards.values() for name in entry.masks_as_zeros]
+        if masked:
+            config[MASKED_KEY] = masked
+        return config
+
+
+def write_probe(path: Path, ids: Tensor, logits: Tensor) -> None:
+    """Write the logits that a model computes for token ids [1, length], to compare after reloading."""
+    write_shard(path, {"ids": ids, "logits": logits.cpu().contiguous()})
+
+
+def _write_tokenizer(opened: OpenModel, folder: Path) -> list[str]:
+    """Write generation config, tokenizer and processor.
+
+    Returns:
+        Names of the files that are not in subfolders.
+
+    Raises:
+        SaveError: if writing fails.
+    """
+    generation = getattr(opened.model, "generation_config", None)
+    files = [name for name in opened.processor if "/" not in name]
+    try:
+        if generation is not None:
+            generation.save_pretrained(folder)
+            files.append("generation_config.json")
+        if opened.tokenizer is not None:
+            paths = [Path(path) for path in opened.tokenizer.save_pretrained(folder)]
+            files += [path.name for path in paths if path.is_file() and path.parent == folder]
+        for name, text in opened.processor.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SaveError(f"{error.filename or folder}: {reason_of(error)}; {RESUMES}") from error
+    return files

@@ -1,5 +1,6 @@
 """Passes that follow a preparation and leave the weights as they are, so that a test sees the preparation alone."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from compress import AWQ, ChannelPermutation, SmoothQuant
@@ -18,8 +19,8 @@ class Unpruned(LayerPass):
     makes: ClassVar[frozenset] = frozenset({"masked"})
     n_of_m: tuple[int, int] = (2, 4)
 
-    def sparsities(self, shape):
-        return [SparseLayout.regular(shape, *self.n_of_m)]
+    def effects(self, layer):
+        return replace(super().effects(layer), sparsities=(SparseLayout.regular(layer.shape, *self.n_of_m),))
 
     def solve(self, weight, seen, layer):
         return Solution()
@@ -31,8 +32,9 @@ class Unrounded(WeightGrid, LayerPass):
     paper: ClassVar[str] = "https://example.org/unrounded"
     makes: ClassVar[frozenset] = frozenset({"quantized"})
 
-    def becomes(self, before):
-        return before.with_parts(CodesScheme(GRIDS[self.weights], self.group_size, self.symmetric))
+    def effects(self, layer):
+        codes = CodesScheme(GRIDS[self.weights], self.group_size, self.symmetric)
+        return replace(super().effects(layer), scheme=layer.with_parts(codes))
 
     def solve(self, weight, seen, layer):
         return Solution()
@@ -44,16 +46,19 @@ class Unrounded(WeightGrid, LayerPass):
 class SmoothQuantAlone(SmoothQuant):
     """SmoothQuant that any pass may follow."""
 
-    prepares: ClassVar[None] = None
+    def effects(self, layer):
+        return replace(super().effects(layer), prepares=None)
 
 
 class AWQAlone(AWQ):
     """AWQ that any pass may follow."""
 
-    prepares: ClassVar[None] = None
+    def effects(self, layer):
+        return replace(super().effects(layer), prepares=None)
 
 
 class ChannelPermutationAlone(ChannelPermutation):
     """Channel permutation that any pass may follow."""
 
-    prepares: ClassVar[None] = None
+    def effects(self, layer):
+        return replace(super().effects(layer), prepares=None)

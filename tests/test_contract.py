@@ -17,6 +17,7 @@ import compress
 from compress import PASSES, Recipe, passes
 from compress.errors import CalibrationError, RecipeError, TargetError
 from compress.layers.linear import CompressedLinear, linears, replace_linear
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass
 from compress.passes.families.pruning import PruningPass
@@ -96,7 +97,7 @@ def trial(ids):
     def of(key):
         if key not in made:
             steps, place = recipe_of(key)
-            after = steps[place + 1 :] if steps[place].prepares is not None else ()
+            after = steps[place + 1 :] if steps[place].effects(ANY_LAYER).prepares is not None else ()
             made[key] = Trial(steps[place], fresh, ids, steps[:place], after)
         return made[key]
 
@@ -156,8 +157,8 @@ def test_it_survives_a_round_trip_through_yaml(key):
 @all_passes
 def test_its_facts_are_told_consistently(key):
     step = step_of(key)
-    assert isinstance(step, Quantizing) <= ("quantized" in step.facts())
-    assert isinstance(step, PruningPass) <= ("masked" in step.facts())
+    assert isinstance(step, Quantizing) <= ("quantized" in step.effects(ANY_LAYER).facts)
+    assert isinstance(step, PruningPass) <= ("masked" in step.effects(ANY_LAYER).facts)
 
 
 # It runs
@@ -220,7 +221,9 @@ def test_the_order_that_it_declares_is_checked_before_any_work(key):
     """After a pass that makes what it must not find, it is refused."""
     step = step_of(key)
     for fact in step.never_after:
-        maker = next(s for other in PASSES for s in recipe_of(other)[0] if fact in s.facts() and not s.after)
+        maker = next(
+            s for other in PASSES for s in recipe_of(other)[0] if fact in s.effects(ANY_LAYER).facts and not s.after
+        )
         with pytest.raises(
             RecipeError, match=f"put {key} before it|remove one of the two, or give them disjoint targets"
         ):
@@ -228,7 +231,7 @@ def test_the_order_that_it_declares_is_checked_before_any_work(key):
     if step.after:
         with pytest.raises(RecipeError, match="first; put a pass that does so before it"):
             check_order([step])
-    if step.prepares:
+    if step.effects(ANY_LAYER).prepares:
         with pytest.raises(RecipeError, match="it is a preparation, but no later pass makes the model"):
             check_order([step])
 

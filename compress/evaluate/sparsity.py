@@ -14,7 +14,8 @@ from compress.errors import VerificationError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear
-from compress.passes.contract.layers import Zeros
+from compress.layers.scheme import LayerScheme
+from compress.passes.contract.facts import ANY_LAYER, Zeros
 from compress.passes.contract.passes import LayerPass, Step
 
 TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
@@ -73,13 +74,14 @@ def check_sparsity(
     """
     layers: dict[str, dict[str, float]] = {}
     for label, step, names in steps:
-        if "masked" not in step.facts():
+        if "masked" not in step.effects(ANY_LAYER).facts:
             continue
-        uniform = {name: zeros for name in names if (zeros := step.zeros(_layer(model, name).shape)) is not None}
+        effects = {name: step.effects(LayerScheme(_layer(model, name).shape)) for name in names}
+        uniform = {name: effect.zeros for name, effect in effects.items() if effect.zeros is not None}
         zeros_by_layer: Mapping[str, Mapping[str, Any]]
         if isinstance(step, LayerPass):
             zeros_by_layer = {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
-        elif step.uneven:  # the mean of the measured fractions must be that of the pass
+        elif step.effects(ANY_LAYER).uneven:  # the mean of what is there must be that of the pass
             shares = {name: float((_layer(model, name).weight == 0).float().mean()) for name in uniform}
             zeros_by_layer = {name: {"asked": share, "due": share} for name, share in shares.items()}
         else:

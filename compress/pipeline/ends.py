@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compress.errors import TargetError
-from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import End
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.observers import Nothing
 from compress.passes.contract.passes import LayerPass, Pass
 
@@ -23,11 +23,11 @@ def check_ends(step: Pass, ends: Sequence[End], where: str) -> None:
 
 def _inside_only(step: Pass) -> str | None:
     """Why a pass works on the linears inside the blocks only; None if it also works on ends."""
-    needs = step.requires
+    needs, effects = step.requires, step.effects(ANY_LAYER)
     here = "the linears inside the blocks, not on the output head or the embedding"
-    if not isinstance(step, LayerPass) or "quantized" not in step.facts() or needs.new_shape:
+    if not isinstance(step, LayerPass) or "quantized" not in effects.facts or needs.new_shape:
         return f"it works on {here}, which only passes that quantize one layer at a time take"
-    if step.sparsities((1, 1)):
+    if effects.sparsities:
         return f"it prunes {here}"
     if step.survey() is not None:
         return f"it divides a budget among {here}"
@@ -42,8 +42,8 @@ def _unfit_for_ids(step: Pass, end: End) -> str | None:
     own = step.for_layer(end.name) or step
     assert isinstance(own, LayerPass)
     tied = f"{end.embedding} is tied to {end.head}, and the" if end.head else "the"
-    if own.observer is not Nothing or own.watches() is not None:
+    if own.observer is not Nothing or own.requires.layer_observer is not None:
         return f"it calibrates on the inputs of a layer, but {tied} inputs of {end.embedding} are token ids"
-    if own.becomes(LayerScheme((1, 1))).rounding is not None and end.head is None:
+    if own.effects(ANY_LAYER).scheme.rounding is not None and end.head is None:
         return f"it rounds the inputs of a layer, but the inputs of {end.embedding} are token ids"
     return None

@@ -9,13 +9,15 @@ from transformers import PreTrainedModel
 from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
-from compress.models.kinds.objective import LMObjective, objective_of
+from compress.models.kinds.objective import LMObjective, objective_of, text_config
+from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import ModelPass, Step
 from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
 from compress.pipeline.sources import open_original, original_of
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.sweep.original import needs_original
+from compress.train.objective import state_pairs
 
 
 def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:
@@ -44,10 +46,20 @@ def check_teachers(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> 
             teacher = _original(original, recipe, opened, where)
         if not isinstance(step, ModelPass):
             continue
-        if source:
-            step.check_teacher(form.model, teacher, where)
+        if step.requires.paired_states:
+            _check_states(step, form.model, teacher, where)
         if step.requires.new_shape:
             form = with_config(form, step.outcome(form.model, where))
+
+
+def _check_states(step: ModelPass, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
+    """Raise ModelError if the hidden states of a model and its teacher cannot be compared."""
+    widths = text_config(model.config).hidden_size, text_config(teacher.config).hidden_size
+    blocks = len(find_blocks(model)), len(find_blocks(teacher))
+    try:
+        state_pairs(widths, blocks, step.requires.layer_map)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
 
 
 def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:

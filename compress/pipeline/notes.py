@@ -10,6 +10,7 @@ import torch
 
 from compress.checkpoint.formats.base import Format
 from compress.layers.scheme import LayerScheme
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.passes import Step
 
 NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
@@ -22,7 +23,8 @@ Layers = Sequence[tuple[str, LayerScheme, int]]
 def storage_notes(steps: Sequence[Step], layers: Layers, format_: Format, storage: torch.dtype) -> list[str]:
     """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
     found: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
-    rounds = {name: where for where, step, names in steps if "quantized" in step.facts() for name in names}
+    quantizing = [(where, names) for where, step, names in steps if "quantized" in step.effects(ANY_LAYER).facts]
+    rounds = {name: where for where, names in quantizing for name in names}
     for name, scheme, size in layers:
         nominal = nominal_bits(scheme, storage)
         if nominal is None or format_.adapt(scheme) is None or 8 * size <= NOTABLE * nominal * prod(scheme.shape):
@@ -67,7 +69,7 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
     notes = []
     for where, step, names in steps:
         chosen = set(names)
-        pruned = [(name, size) for name, scheme, size in layers if name in chosen and step.sparsities(scheme.shape)]
+        pruned = [(name, size) for name, scheme, size in layers if name in chosen and step.effects(scheme).sparsities]
         if pruned and sum(size for _, size in pruned) >= sum(dense(name) for name, _ in pruned):
             reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
             if format_.sparse:
@@ -78,8 +80,13 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
 
 def pass_notes(steps: Sequence[Step], format_: Format) -> list[str]:
     """What passes say about their result in this format."""
-    found = [(where, step.note(format_)) for where, step, _ in steps]
-    return [f"{where}: {note}" for where, note in found if note is not None]
+    notes = []
+    for where, step, _ in steps:
+        effects = step.effects(ANY_LAYER)
+        notes += [f"{where}: {note}" for note in effects.notes]
+        if effects.negative_scales and not format_.negative_scales:
+            notes.append(f"{where}: scales stay positive: not all readers of format {format_.name} take negative ones")
+    return notes
 
 
 def transform_notes(sizes: Sequence[int]) -> list[str]:

@@ -21,6 +21,7 @@ from compress.models.caches.quantized import attentions_containing
 from compress.models.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy
 from compress.passes.contract.context import device_of
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.passes.contract.passes import Pass, Step
@@ -142,9 +143,9 @@ def planned_scheme(
     """
     scheme = start
     for _, step in steps:
-        own = own_options(step, name)
-        scheme = own.at_most(scheme) if most else own.becomes(scheme)
-        found = own.sparsities(start.shape) or found
+        effects = own_options(step, name).effects(scheme)
+        scheme = effects.largest_scheme if most else effects.scheme
+        found = effects.sparsities or found
     stored = scheme.sparse(found, storage, policy)
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
@@ -235,7 +236,7 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
 def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
     """Raise TargetError for a rounded KV cache that the one file of a format cannot state."""
     for where, step, _ in steps:
-        if step.cache is not None and recipe.save.target().file is not None:
+        if step.effects(ANY_LAYER).cache is not None and recipe.save.target().file is not None:
             reason = f"format {recipe.save.format} cannot state that keys and values are rounded"
             raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
 
@@ -283,9 +284,9 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     rest = _rest_bytes(form, storage, ends, format_)
     dense = _rest_bytes(form, storage, ends) + _dense_bytes(shapes, storage)
     scales = sum(
-        sum(step.cache.static) * len(attentions_containing(form.model, names))
+        sum(cache.static) * len(attentions_containing(form.model, names))
         for _, step, names in steps
-        if step.cache is not None
+        if (cache := step.effects(ANY_LAYER).cache) is not None
     )
     notes = form.notes + _notes(steps, layers, starts, format_, storage) + transform_notes(kept)
     return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(notes))

@@ -16,6 +16,7 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing
 from compress.models.experts import Experts
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.passes import Step
 from compress.recipe.schema import Recipe
 
@@ -87,8 +88,8 @@ def check_reader(recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
     every = attentions_containing(form.model, form.linear_names())
     stated = any(
-        step.cache is not None
-        and format_.states(step.cache, form.config)
+        (cache := step.effects(ANY_LAYER).cache) is not None
+        and format_.states(cache, form.config)
         and len(attentions_containing(form.model, names)) == len(every)
         for _, step, names in steps
     )

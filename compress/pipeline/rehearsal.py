@@ -39,11 +39,13 @@ def rehearse(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> list[s
     for where, step, _ in steps:
         if not (isinstance(step, ModelPass) and step.requires.new_shape):
             continue
-        config, whole = _config(form.model) if step.rehearsed else (form.config, True)
-        if config is None:
-            notes.append(f"{where}: the model is too large to rehearse the pass; the run may refuse its structure")
-        elif step.rehearsed:
-            _try(step, where, _random(form.model, config), whole, partial(lm_objective_for, steps, opened, recipe.seed))
+        if step.requires.rehearsal is not None:
+            config, whole = _config(form.model)
+            objective = partial(lm_objective_for, steps, opened, recipe.seed)
+            if config is None:
+                notes.append(f"{where}: the model is too large to rehearse the pass; the run may refuse its structure")
+            else:
+                _try(step.requires.rehearsal, where, _random(form.model, config), whole, objective)
         form = with_config(form, step.outcome(form.model, where))
     return notes
 
@@ -52,7 +54,7 @@ def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objec
     """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
     run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective())
     try:
-        step.rehearsal().apply(model, run)
+        step.apply(model, run)
     except NumericError:
         return  # of the random weights
     except (ModelError, TargetError) as error:

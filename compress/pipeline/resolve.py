@@ -28,11 +28,12 @@ from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import end_layer, find_ends
 from compress.models.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
-from compress.passes.contract.facts import Fact, LayerFacts
-from compress.passes.contract.passes import ModelPass, Pass, Step
+from compress.passes.contract.facts import ANY_LAYER, Fact
+from compress.passes.contract.passes import ModelPass, Pass, Step, chosen_linears
 from compress.pipeline.ends import check_ends
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
+from compress.train.options import missing_kind
 
 EARLIER: dict[Fact, str] = {
     "masked": "earlier passes (masks: forget in the recipe drops the zeros of a dense model)",
@@ -66,29 +67,29 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         where, needs = label(index, step), step.requires
         _check_stacks(step, opened, where)
         modules = ModuleNames.of(opened.model, opened.blocks)
-        ends = modules.reached(step.targets)
+        ends, candidates = modules.reached(step.targets), modules.candidates(step.targets)
         step = step.on_model(modules, where)
-        chosen = step.choose([*names, *(name for end in ends for name in end.names)], where)
+        chosen = chosen_linears(step, candidates, where)
         chosen = [name for name in chosen if name not in {end.embedding for end in ends if end.head is not None}]
         check_ends(step, [end for end in ends if end.name in chosen], where)
-        if step.cache is not None:
+        if step.effects(ANY_LAYER).cache is not None:
             chosen = _in_attention(opened, names, chosen, where)
         _check_facts(step, list(facts) if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, facts, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_mixed(step, list(schemes) if needs.new_shape else chosen, schemes, where)
-        _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
+        _check_trained(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
         _check_transforms(step, chosen, most, format_, where)
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
             opened = with_config(opened, step.outcome(opened.model, where))
             names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
-            schemes |= {name: own_options(step, name).becomes(schemes[name]) for name in chosen if name in schemes}
+            schemes |= {n: own_options(step, n).effects(schemes[n]).scheme for n in chosen if n in schemes}
             most = dict(schemes)
         else:
             for name in chosen:
-                facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
+                facts[name] |= dict.fromkeys(own_options(step, name).effects(ANY_LAYER).facts, where)
     _check_prepared(steps, {name: scheme.shape for name, scheme in schemes.items()})
     return steps, opened
 
@@ -142,7 +143,7 @@ def schemes_of(opened: OpenModel) -> dict[str, LayerScheme]:
 def _check_stacks(step: Pass, opened: OpenModel, where: str) -> None:
     """Raise TargetError if a pass knows one stack of blocks only, and the model has two."""
     does = "changes the shape of a model" if step.requires.new_shape else "rounds the KV cache of a model"
-    if opened.blocks[-1].stack and (step.requires.new_shape or step.cache is not None):
+    if opened.blocks[-1].stack and (step.requires.new_shape or step.effects(ANY_LAYER).cache is not None):
         raise TargetError(
             f"{where}: it {does} with one stack of blocks, but {type(opened.model).__name__} has two, those of an "
             f"encoder and of a decoder; remove {step.key()}"
@@ -162,11 +163,11 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
     for fact in sorted(step.never_after):
         for name in names:
             if fact in facts[name]:
-                again = fact in step.facts()
+                again = fact in step.effects(ANY_LAYER).facts
                 remedy = "skip it with ignore" + ("" if again else f", or put {step.key()} first")
                 raise TargetError(f"{where}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
     for name in names:
-        grids = own_options(step, name).becomes(LayerScheme((1, 1))).grids if "masked" in facts[name] else ()
+        grids = own_options(step, name).effects(ANY_LAYER).scheme.grids if "masked" in facts[name] else ()
         if without := [grid.name for grid in grids if not grid.has_zero]:
             raise TargetError(
                 f"{where}: {name} is pruned by {facts[name]['masked']}, but weights {without[0]} have no zero; "
@@ -188,7 +189,7 @@ def _check_mixed(step: Pass, names: Sequence[str], schemes: Mapping[str, LayerSc
             raise TargetError(
                 f"{where}: {name}: {mixed.effect}, so its columns have no channel; put {step.key()} first"
             )
-        if own_options(step, name).sparsities(schemes[name].shape):
+        if own_options(step, name).effects(schemes[name]).sparsities:
             raise TargetError(
                 f"{where}: {name}: {mixed.effect}, so zeros are lost when its weight is stored dense; skip the layer "
                 "with ignore, or do not rotate its inputs"
@@ -228,13 +229,14 @@ def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[
     return [part for part in parts if part]
 
 
-def _check_unmet(
+def _check_trained(
     step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, where: str
 ) -> None:
-    """Raise TargetError if a pass finds nothing to work on. schemes: of the layers before the pass."""
-    for names in parts:
+    """Raise TargetError if parameters to train do not exist. schemes: of the layers before the pass."""
+    for names in parts if step.requires.trains else ():
         before = [schemes[name] for name in names]
-        reason = step.unmet(before, [format_.adapt(s) or LayerScheme(s.shape) for s in before], format_.name)
+        stored = [format_.adapt(s) or LayerScheme(s.shape) for s in before]
+        reason = missing_kind(step.requires.trains, before, stored, format_.name)
         if reason is not None:
             raise TargetError(f"{where}: {reason}")
 
@@ -243,15 +245,18 @@ def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]
     """Raise TargetError if no later pass does what a preparation prepared a layer for."""
     for index, (where, step, names) in enumerate(steps):
         rest = [(there, later, frozenset(chosen)) for there, later, chosen in steps[index + 1 :]]
-        if step.prepares is None or any(later.requires.new_shape for _, later, _ in rest):  # layers change their names
-            continue
+        if step.effects(ANY_LAYER).prepares is None or any(later.requires.new_shape for _, later, _ in rest):
+            continue  # a new shape changes the names of layers
         for name in names:
-            own = [(there, own_options(later, name)) for there, later, chosen in rest if name in chosen]
-            found = next(((there, later) for there, later in own if step.prepares in later.facts()), None)
-            if found is None:
-                raise TargetError(f"{where}: {name}: {unprepared(step.prepares)}, or leave the layer out with ignore")
-            there, later = found
-            if reason := own_options(step, name).mismatch(LayerFacts(name, shapes[name]), later):
+            dense = LayerScheme(shapes[name])
+            prepares = own_options(step, name).effects(dense).prepares
+            assert prepares is not None, "all layers of a pass are prepared, or none"
+            mine = [(there, own_options(later, name)) for there, later, chosen in rest if name in chosen]
+            effects = ((there, later.effects(dense)) for there, later in mine)
+            there, after = next((pair for pair in effects if prepares.fact in pair[1].facts), ("", None))
+            if after is None:
+                raise TargetError(f"{where}: {name}: {unprepared(prepares.fact)}, or leave the layer out with ignore")
+            if reason := prepares.mismatch(after):
                 raise TargetError(f"{where}: {name}: {there} does not do what it is prepared for: {reason}")
 
 
@@ -281,14 +286,16 @@ def _check_layers(
     schemes: the storage schemes of layers before the step; they are updated to those after it. Rounded inputs that a
     preparation gives to a dense layer are stored with the codes of a later pass, and checked there.
     """
-    others = step.alternatives
+    survey = step.survey()
+    alternatives = () if survey is None else survey.alternatives
     for name in names:
         before, mine = schemes[name], own_options(step, name)
-        schemes[name] = mine.becomes(before)
-        for own in (mine, *(others if mine is step else ())):
-            after = own.becomes(before)
-            reason = own.check(LayerFacts(name, before.shape))
-            awaits_codes = step.prepares == "quantized" and after.folds and after.maps_inputs is None
+        schemes[name] = mine.effects(before).scheme
+        for own in (mine, *(alternatives if mine is step else ())):
+            effects = own.effects(before)
+            after, reason = effects.scheme, own.effects(LayerScheme(before.shape)).refusal
+            prepares_codes = effects.prepares is not None and effects.prepares.fact == "quantized"
+            awaits_codes = prepares_codes and after.folds and after.maps_inputs is None
             if reason is None and after != before and not awaits_codes:
                 reason = format_.refuses(after)
             if reason is not None:
@@ -300,13 +307,13 @@ def _check_transforms(
 ) -> None:
     """Raise TargetError if a transform may stay at a layer with which the format cannot store it.
 
-    most: the schemes of layers with all transforms that may stay (`Pass.at_most`); they are updated.
+    most: the schemes of layers with all transforms that may stay (`Effects.largest_scheme`); they are updated.
     """
     for name in names:
         own = own_options(step, name)
-        after = most[name] = own.at_most(most[name])
+        after = most[name] = own.effects(most[name]).largest_scheme
         reason = None if after.folds else format_.refuses(after)
-        if reason is not None and format_.refuses(own.becomes(LayerScheme(after.shape))) is None:
+        if reason is not None and format_.refuses(own.effects(LayerScheme(after.shape)).scheme) is None:
             raise TargetError(f"{where}: {name}: it may be that {reason}")
 
 

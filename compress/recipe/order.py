@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compress.models.structure.ends import EMBEDDING, HEAD
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Pass
 from compress.passes.contract.wording import recipe_error
 
@@ -26,22 +26,27 @@ def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
     made: list[tuple[str, Pass]] = []
     for index, step in enumerate(passes):
         for before, earlier in made:
-            for fact in sorted(step.never_after & earlier.facts()):
+            for fact in sorted(step.never_after & _facts(earlier)):
                 if _surely_meet(earlier, step):
                     message = f"the layers are already {in_words(fact)} by {before}; put {step.key()} before it"
-                    if fact in step.facts():
+                    if fact in _facts(step):
                         message = (
                             f"the same layers would be {in_words(fact)} twice, by {before} and by this pass; {DISJOINT}"
                         )
                     raise recipe_error(("passes", index, step.key()), message)
         for fact in sorted(step.after):
-            if not begun and not any(fact in earlier.facts() for _, earlier in made):
+            if not begun and not any(fact in _facts(earlier) for _, earlier in made):
                 message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
                 raise recipe_error(("passes", index, step.key()), message)
         made.append((label(index, step), step))
     for index, step in enumerate(passes):
-        if step.prepares is not None and not any(step.prepares in later.facts() for later in passes[index + 1 :]):
-            raise recipe_error(("passes", index, step.key()), unprepared(step.prepares))
+        prepares = step.effects(ANY_LAYER).prepares
+        if prepares is not None and not any(prepares.fact in _facts(later) for later in passes[index + 1 :]):
+            raise recipe_error(("passes", index, step.key()), unprepared(prepares.fact))
+
+
+def _facts(step: Pass) -> frozenset[Fact]:
+    return step.effects(ANY_LAYER).facts
 
 
 def unprepared(fact: Fact) -> str:
@@ -51,9 +56,13 @@ def unprepared(fact: Fact) -> str:
 
 def _surely_meet(first: Pass, second: Pass) -> bool:
     """Whether two passes share a layer in every model: one targets all blocks, or both have the same targets."""
-    everywhere = any("*" in step.targets and not set(step.left_out) - {HEAD} for step in (first, second))
+    skipped = [step.effects(ANY_LAYER).skipped for step in (first, second)]
+    everywhere = any(
+        "*" in step.targets and not set(patterns) - {HEAD}
+        for step, patterns in zip((first, second), skipped, strict=True)
+    )
     everywhere = everywhere and not any(_ends_only(step) for step in (first, second))
-    return everywhere or (first.targets, first.left_out) == (second.targets, second.left_out)
+    return everywhere or (first.targets, skipped[0]) == (second.targets, skipped[1])
 
 
 def _ends_only(step: Pass) -> bool:

@@ -17,7 +17,7 @@ from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
 from compress.evaluate.result import RunResult
 from compress.models.kinds.kinds import CAUSAL, RECORDED, Kind, answers_prompts, kind_of
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Step
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
@@ -47,8 +47,8 @@ class CardFacts:
 
     @classmethod
     def of(cls, steps: Sequence[Step], model: PreTrainedModel) -> CardFacts:
-        """Collect the facts after all passes."""
-        facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.facts())
+        """The facts after all passes."""
+        facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.effects(ANY_LAYER).facts)
         return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL)
 
 

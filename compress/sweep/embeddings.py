@@ -132,7 +132,7 @@ class EmbeddingWork:
         """Observe the inputs, solve the layer, and install the solution."""
         layer_step, width = step.for_layer(end.name) or step, layer.shape[1]
         observer, sample = layer_step.observer(width, self.run.device), Sample()
-        create_observer = layer_step.watches()
+        create_observer = layer_step.requires.layer_observer
         layer_observer = None if create_observer is None else create_observer(width, self.run.device)
         for batch in inputs:
             rows = batch.reshape(-1, width)

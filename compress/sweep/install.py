@@ -22,8 +22,8 @@ from compress.numerics.dtypes import bytes_of, rounded
 from compress.numerics.histogram import LayerHistograms, histogram
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
-from compress.passes.contract.facts import Log
-from compress.passes.contract.layers import Solution, Zeros
+from compress.passes.contract.facts import Log, Zeros
+from compress.passes.contract.layers import Solution
 from compress.passes.contract.processes import Processes
 
 WORST = 2  # layers of a block and pass whose histograms are stored

@@ -50,9 +50,9 @@ class LayerWork:
             self.observers |= dict.fromkeys(members, step.observer(width, context.run.device))
             self.samples |= dict.fromkeys(members, Sample())
             for name in members:
-                create_observer = self.steps[name].watches()
-                if create_observer is not None:
-                    self.input_observers[name] = create_observer(width, context.run.device)
+                watch = self.steps[name].requires.layer_observer
+                if watch is not None:
+                    self.inputs[name] = watch(width, context.run.device)
         self.allocated = allocated or {}
         self.results: list[LayerResult] = []
         self.reference: ReferenceBlock | None = None
@@ -138,7 +138,8 @@ class LayerWork:
         If layers are divided by rows, only rank 0 gets the results.
         """
         members, journal, size = list(shared_absmax), self.context.run.journal, self.processes.size
-        if len(members) < size and all(self.steps[n].by_rows and self.layers[n].shape[0] >= size for n in members):
+        is_divisible = all(self.steps[n].requires.by_rows and self.layers[n].shape[0] >= size for n in members)
+        if len(members) < size and is_divisible:
             for name in members:
                 self._solve_rows(name, shared_absmax[name])
             return

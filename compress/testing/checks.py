@@ -17,9 +17,9 @@ from torch import Tensor
 from compress.checkpoint.sources.load import load
 from compress.errors import CompressError, RecipeError, TargetError
 from compress.layers.linear import CompressedLinear, linears
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.layers import Layer, Solution
-from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass
+from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass, chosen_linears
 from compress.passes.families.quantizing import Quantizing
 from compress.pipeline.run import apply, run
 from compress.recipe.order import check_order
@@ -78,19 +78,19 @@ def check_options(step: Pass) -> None:
 def check_facts(trial: Trial) -> None:
     """What it declares is what is true of its layers afterwards."""
     step = trial.step
-    require(type(step).makes <= step.facts(), "facts() must contain makes")
+    require(type(step).makes <= step.effects(ANY_LAYER).facts, "effects must contain the facts of makes")
     require(not step.after & step.never_after, "a fact is in after and in never_after")
     if step.requires.new_shape:
         return
     model = apply(trial.fresh(), trial.chain, trial.ids)
-    others = {fact for other in (*trial.before, *trial.after) for fact in other.facts()}
+    others = {fact for other in (*trial.before, *trial.after) for fact in other.effects(ANY_LAYER).facts}
     names = list(linears(model))
     inside = [name for name in names if name.startswith(tuple(f"{block}." for block in trial.blocks))]
-    for name in step.choose(inside, trial.label):
+    for name in chosen_linears(step, inside, trial.label):
         layer, own = CompressedLinear.of(model.get_submodule(name)), step.for_layer(name) or step
         true: dict[Fact, bool] = {"masked": layer.mask is not None, "quantized": layer.quantized}
         for fact, holds in true.items():
-            if fact in own.facts():
+            if fact in own.effects(ANY_LAYER).facts:
                 require(holds, f"it declares {fact}, but {name} is not afterwards")
             elif fact not in others:
                 require(not holds, f"{name} is {fact} afterwards; add the fact to makes")

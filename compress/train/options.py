@@ -161,21 +161,6 @@ class TrainingOptions(LoopOptions):
             raise ValueError("steps and epochs both set the length of training; leave out one of them")
         super().model_post_init(context)
 
-    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
-        """Return why a kind of parameter has nothing to train: scales in a format without them, or packed weights."""
-        kinds = self.train or ()
-        more = ", ".join([*(kind for kind in kinds if kind not in ("scales", "weights", "norms")), "norms"])
-        if "scales" in kinds and not any(scheme.free_scales for scheme in stored):
-            if any(scheme.quantized and scheme.free_scales for scheme in layers):
-                return (
-                    f"save.format {format_} stores no scales; use save: {{format: compressed-tensors}}, "
-                    f"or train: [{more}, weights]"
-                )
-            return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{more}]"
-        if "weights" in kinds and stored and all(scheme.quantized for scheme in stored):
-            return f"train: weights matches no parameter: all layers are quantized; write train: [{more}, scales]"
-        return None
-
     def rate_of(self, kind: ParameterKind) -> float:
         return self.learning_rate * (self.weight_rate if kind in ("weights", "biases") else 1)
 
@@ -211,3 +196,29 @@ class TrainingOptions(LoopOptions):
     def _trained(self, size: ProblemSize) -> int:
         kinds = self.train or get_args(Kind)
         return size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
+
+
+def missing_kind(
+    kinds: Sequence[str], layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str
+) -> str | None:
+    """Return why a kind of parameters to train does not exist, or None.
+
+    Scales may have no place in the format, and weights may all be packed.
+
+    Args:
+        kinds: the kinds that the recipe names.
+        layers: schemes of the layers before the pass.
+        stored: the same in the form that the format stores.
+        format_: name of the format.
+    """
+    rest = ", ".join([*(kind for kind in kinds if kind not in ("scales", "weights", "norms")), "norms"])
+    if "scales" in kinds and not any(scheme.free_scales for scheme in stored):
+        if any(scheme.quantized and scheme.free_scales for scheme in layers):
+            return (
+                f"save.format {format_} stores no scales; use save: {{format: compressed-tensors}}, "
+                f"or train: [{rest}, weights]"
+            )
+        return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{rest}]"
+    if "weights" in kinds and stored and all(scheme.quantized for scheme in stored):
+        return f"train: weights matches no parameter: all layers are quantized; write train: [{rest}, scales]"
+    return None

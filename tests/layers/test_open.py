@@ -110,9 +110,9 @@ class Residual(LayerPass):
 
     makes: ClassVar = frozenset({"quantized"})
 
-    def becomes(self, before):
-        found = before.with_parts(CodesScheme(GRIDS["int4"], 32), OuterScheme())
-        return found.with_transform(FlipScheme())
+    def effects(self, layer):
+        scheme = layer.with_parts(CodesScheme(GRIDS["int4"], 32), OuterScheme())
+        return replace(super().effects(layer), scheme=scheme.with_transform(FlipScheme()))
 
     def solve(self, weight, seen, layer):
         signs = (weight.sum(0) >= 0).float() * 2 - 1
@@ -129,8 +129,8 @@ class Correct(LayerPass):
     paper: ClassVar[str] = ""
     observes: ClassVar = Nothing
 
-    def becomes(self, before):
-        return before.with_parts(*before.parts, OuterScheme())
+    def effects(self, layer):
+        return replace(super().effects(layer), scheme=layer.with_parts(*layer.parts, OuterScheme()))
 
     def solve(self, weight, seen, layer):
         rows, width = weight.shape
@@ -244,8 +244,8 @@ class Flipped(LayerPass):
     paper: ClassVar[str] = ""
     observes: ClassVar = Nothing
 
-    def becomes(self, before):
-        return before.with_transform(FlipScheme())
+    def effects(self, layer):
+        return replace(super().effects(layer), scheme=layer.with_transform(FlipScheme()))
 
     def solve(self, weight, seen, layer):
         signs = torch.ones(weight.shape[1])
@@ -322,8 +322,9 @@ def test_a_layer_of_codes_and_floats():
 class Halves(Residual):
     """int4, and what it leaves in floats."""
 
-    def becomes(self, before):
-        return before.with_parts(CodesScheme(GRIDS["int4"], 32), *LayerScheme(before.shape).parts)
+    def effects(self, layer):
+        scheme = layer.with_parts(CodesScheme(GRIDS["int4"], 32), *LayerScheme(layer.shape).parts)
+        return replace(super().effects(layer), scheme=scheme)
 
     def solve(self, weight, seen, layer):
         codes = CodesPart.of(quantize(weight, GRIDS["int4"], 32, dtype=layer.storage))

@@ -62,7 +62,7 @@ def test_each_of_its_steps_makes_the_error_less(layer_of, order):
 
 
 def test_all_that_is_stored_is_counted():
-    bits = 8 * BCQ(bits=3).becomes(LayerScheme((512, 1024))).size_bytes(torch.bfloat16) / (512 * 1024)
+    bits = 8 * BCQ(bits=3).effects(LayerScheme((512, 1024))).scheme.size_bytes(torch.bfloat16) / (512 * 1024)
     assert bits == 3 * (1 + 16 / 128)
 
 

@@ -89,7 +89,7 @@ def test_at_equal_bits_it_is_better_than_a_grid_without_zero_points(layer_of):
 
 def test_all_that_is_stored_is_counted():
     shape = (512, 1024)
-    bits = 8 * BiLLM().becomes(LayerScheme(shape)).size_bytes(torch.bfloat16) / (512 * 1024)
+    bits = 8 * BiLLM().effects(LayerScheme(shape)).scheme.size_bytes(torch.bfloat16) / (512 * 1024)
     # two signs, two scales for each of two sets per 128 columns, and the set of each column for either plane
     assert bits == 2 + 4 * 16 / 128 + 2 * 32 / 512
 

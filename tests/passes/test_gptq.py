@@ -243,8 +243,8 @@ def test_codes_are_computed_from_the_scale_as_it_is_stored(layer_of, storage, or
 def test_rows_are_solved_apart(options, layer_of):
     """Parts of the rows give the codes, scales and zero points of the whole weight."""
     step, width = GPTQ(**options), 64
-    assert step.by_rows and not GPTQ(weights="int4", group_size="tensor").by_rows
-    assert not GPTQ(weights="nvfp4").by_rows  # one scale for the whole weight
+    assert step.requires.by_rows and not GPTQ(weights="int4", group_size="tensor").requires.by_rows
+    assert not GPTQ(weights="nvfp4").requires.by_rows  # one scale for the whole weight
     seen, weight = seen_of(correlated(width=width)), random(9, width, seed=1)
     mask = random(9, width, seed=2) > -1
     whole = step.solve(weight, seen, layer_of(mask))
@@ -331,7 +331,7 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 
 def test_only_act_order_group_needs_a_format_with_an_index():
-    assert [plain(act_order=order).becomes(LayerScheme((8, 64))).codes.indexed for order in ORDERS] == [
+    assert [plain(act_order=order).effects(LayerScheme((8, 64))).scheme.codes.indexed for order in ORDERS] == [
         False,
         False,
         True,

@@ -27,6 +27,7 @@ from compress.models.caches.quantized import (
 from compress.numerics.hadamard import hadamard
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.cache.kv_cache import ALLOWED
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
 from compress.report.render import markdown
@@ -307,7 +308,7 @@ def test_what_proves_its_rewrites_of_attentions_comes_first(step, recipe):
     """Rounding makes of the least difference a whole step, so that a link through it cannot be seen."""
     with pytest.raises(RecipeError, match=f"given a rounded KV cache by .*; put {step.key()} before it"):
         recipe(KVCache(), step)
-    follower = Unpruned() if step.prepares == "masked" else Unrounded(group_size=32)
+    follower = Unpruned() if step.effects(ANY_LAYER).prepares.fact == "masked" else Unrounded(group_size=32)
     compress.plan(recipe(step, KVCache(), follower))
     elsewhere = type(step).model_validate({**step.model_dump(mode="json"), "targets": ["*.mlp.*"]})
     compress.plan(recipe(KVCache(targets="*.self_attn.*"), elsewhere, follower))

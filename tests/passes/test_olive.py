@@ -11,7 +11,6 @@ from compress.errors import RecipeError, TargetError
 from compress.layers.parts.pairs import PairsPart, PairsScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.pairs import OUTLIERS, decode, fit, quantized
-from compress.passes.contract.facts import LayerFacts
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.olive import Olive
 from compress.passes.quantize.rtn import RTN
@@ -131,8 +130,8 @@ def test_bad_input(recipe):
     ):
         with pytest.raises((OptionError, RecipeError), match=message):
             Olive(**options)
-    assert "its 33 inputs are no pairs" in Olive().check(LayerFacts("up_proj", (8, 33)))
-    assert "do not divide its 40 inputs" in Olive(group_size=16).check(LayerFacts("up_proj", (8, 40)))
+    assert "its 33 inputs are no pairs" in Olive().effects(LayerScheme((8, 33))).refusal
+    assert "do not divide its 40 inputs" in Olive(group_size=16).effects(LayerScheme((8, 40))).refusal
     assert PairsScheme("tensor").refuses((8, 40)) is None
     with pytest.raises(TargetError, match="format: native"):
         compress.plan(recipe(Olive(), save={"format": "compressed-tensors"}))

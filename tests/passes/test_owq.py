@@ -88,7 +88,7 @@ def test_pruned_weights_stay_zero(layer_of):
 def test_the_budget_pays_for_so_many_columns(shape, budget, count):
     step = OWQ(**OPTIONS, budget=budget)
     assert step.columns_of(shape) == count
-    before, after = LayerScheme(shape), step.becomes(LayerScheme(shape))
+    before, after = LayerScheme(shape), step.effects(LayerScheme(shape)).scheme
     codes = after.with_parts(after.parts[0])
     extra = 8 * (after.size_bytes(torch.float16) - codes.size_bytes(torch.float16)) / (shape[0] * shape[1])
     assert count == 1 or extra <= budget

@@ -83,7 +83,7 @@ def test_refining_and_more_salient_weights_are_better(layer_of):
 
 def test_all_that_is_stored_is_counted():
     shape = (576, 640)
-    after = PBLLM(salient=0.1, group_size=128).becomes(LayerScheme(shape))
+    after = PBLLM(salient=0.1, group_size=128).effects(LayerScheme(shape)).scheme
     bits = 8 * after.size_bytes(torch.bfloat16) / (576 * 640)
     # signs, positions, 8 bits of a tenth, a scale of 16 bits per 128 weights, and one per row
     assert bits == pytest.approx(1 + 1 + 0.8 + 16 / 128 + 16 / 640, abs=1e-3)

@@ -12,7 +12,6 @@ from compress.layers.parts.trellis import TrellisPart, TrellisScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.gaussian_codes import CODES, best_scale, first_table, values_of
 from compress.numerics.quant.trellis import Trellis, Viterbi, count_bytes, unpack
-from compress.passes.contract.facts import LayerFacts
 from compress.passes.contract.observers import UnitGram
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.qtip import QTIP
@@ -190,10 +189,10 @@ def test_bad_input(recipe, layer_of):
     ):
         with pytest.raises(OptionError, match=message):
             QTIP(**options)
-    assert "tile_columns 16 does not divide its 24 inputs" in QTIP().check(LayerFacts("up_proj", (64, 24)))
+    assert "tile_columns 16 does not divide its 24 inputs" in QTIP().effects(LayerScheme((64, 24))).refusal
     # 8 * 23: the largest order that divides it is 8
     odd = QTIP(tile_columns=8)
-    assert "order 16 or more divides its 184 inputs" in odd.check(LayerFacts("up_proj", (64, 184)))
+    assert "order 16 or more divides its 184 inputs" in odd.effects(LayerScheme((64, 184))).refusal
     with pytest.raises(NumericError, match="no calibration token reached this layer"):
         QTIP().solve(random(16, 16), UnitGram(16, torch.device("cpu")), layer_of())
     with pytest.raises(TargetError, match="format: native|format compressed-tensors"):

@@ -10,7 +10,6 @@ from compress.layers.parts.lattice import LatticePart, LatticeScheme
 from compress.layers.parts.scaled_rows import rotated_back, rotated_rows
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.lattice import GAUSSIAN, decode, nearest
-from compress.passes.contract.facts import LayerFacts
 from compress.passes.contract.observers import UnitGram
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.gptq import GPTQ
@@ -138,10 +137,12 @@ def test_bad_input(recipe, layer_of):
     for options, message in (({"bits": 5}, "bits"), ({"rotate": "outputs"}, "rotate"), ({"refine": -1}, "refine")):
         with pytest.raises(OptionError, match=message):
             QuipSharp(**options)
-    assert "runs of 8 weights do not divide its 36 inputs" in QuipSharp().check(LayerFacts("up_proj", (64, 36)))
+    assert "runs of 8 weights do not divide its 36 inputs" in QuipSharp().effects(LayerScheme((64, 36))).refusal
     # 8 * 23: the largest order that divides it is 8
-    assert "order 16 or more divides its 184 inputs" in QuipSharp().check(LayerFacts("up_proj", (64, 184)))
-    assert "order 16 or more divides its 184 outputs" in QuipSharp(rotate="both").check(LayerFacts("q", (184, 64)))
+    assert "order 16 or more divides its 184 inputs" in QuipSharp().effects(LayerScheme((64, 184))).refusal
+    assert (
+        "order 16 or more divides its 184 outputs" in QuipSharp(rotate="both").effects(LayerScheme((184, 64))).refusal
+    )
     with pytest.raises(NumericError, match="no calibration token reached this layer"):
         QuipSharp().solve(random(8, 16), UnitGram(16, torch.device("cpu")), layer_of())
     with pytest.raises(TargetError, match="format: native|format compressed-tensors"):

@@ -183,6 +183,6 @@ def test_a_layer_that_no_token_reaches_has_no_ranges(tiny, ids):
 def test_the_schemes_are_known_before_the_run():
     before = compress.layers.linear.LayerScheme((8, 64))
     plain = RPTQ(clusters=8)
-    assert plain.becomes(before).rounding == plain.rounding_scheme(64, True)
-    assert plain.at_most(before).maps_inputs == PermutationScheme()
-    assert RPTQ(clusters=8, reorder="folded").at_most(before).maps_inputs is None
+    assert plain.effects(before).scheme.rounding == plain.rounding_scheme(64, True)
+    assert plain.effects(before).largest_scheme.maps_inputs == PermutationScheme()
+    assert RPTQ(clusters=8, reorder="folded").effects(before).largest_scheme.maps_inputs is None

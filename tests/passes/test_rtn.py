@@ -13,6 +13,7 @@ import compress
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import Percentile
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.observers import Nothing
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.rtn import RTN
@@ -74,7 +75,7 @@ def test_rows_share_a_range_over_all_columns(layer_of, symmetric):
         assert found.codes[rows].float().numpy().reshape(1, -1).tolist() == codes.tolist()
         assert found.scale[rows].numpy() == pytest.approx(scale.repeat(len(weight[rows]), 0), rel=1e-6)
         assert found.zero is None if symmetric else set(found.zero[rows].flatten().tolist()) == set(zero.flatten())
-    assert rtn.becomes(LayerScheme((7, 10))).text == "int4, blocks 3 x channel" and found.rows == 3
+    assert rtn.effects(LayerScheme((7, 10))).scheme.text == "int4, blocks 3 x channel" and found.rows == 3
 
 
 @pytest.mark.parametrize("form", ["native", "gptq"])
@@ -147,10 +148,10 @@ def test_the_grid_of_the_inputs_goes_along(layer_of):
     rtn = RTN(weights="int8", group_size="channel", activations="int8")
     [rounding] = solve(rtn, random(4, 8), layer_of()).transforms
     assert rounding.grid is GRIDS["int8"]
-    assert rtn.facts() == {"quantized", "activations_quantized"}
-    assert RTN().facts() == {"quantized"}
-    assert rtn.becomes(LayerScheme((8, 64))).rounding.grid is GRIDS["int8"]
-    assert not rtn.becomes(LayerScheme((8, 64))).codes.indexed
+    assert rtn.effects(ANY_LAYER).facts == {"quantized", "activations_quantized"}
+    assert RTN().effects(ANY_LAYER).facts == {"quantized"}
+    assert rtn.effects(LayerScheme((8, 64))).scheme.rounding.grid is GRIDS["int8"]
+    assert not rtn.effects(LayerScheme((8, 64))).scheme.codes.indexed
 
 
 def test_a_grid_may_be_given_itself():

@@ -9,6 +9,7 @@ from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import fit
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.observers import InputNorm
 from compress.passes.contract.options import OptionError
 from compress.passes.prune.sparsegpt import SparseGPT
@@ -81,7 +82,10 @@ def test_pruned_and_rounded_in_one_sweep(layer_of, pattern, size, order):
     assert float((dense[found.mask] != 0).float().mean()) > 0.7
     plain = Wanda(repair=0, pattern=pattern).solve(weight, seen_of(rows, InputNorm), layer_of())
     assert error(dense, weight, rows) < error(plain.weight, weight, rows)
-    assert step.facts() == {"masked", "quantized"} and step.becomes(LayerScheme(weight.shape)).codes.group_size == size
+    assert (
+        step.effects(ANY_LAYER).facts == {"masked", "quantized"}
+        and step.effects(LayerScheme(weight.shape)).scheme.codes.group_size == size
+    )
 
 
 @pytest.mark.parametrize("weights", [name for name, grid in GRIDS.items() if grid.has_zero])
@@ -162,5 +166,5 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 
 def test_without_a_grid_the_weight_stays_dense():
-    assert SparseGPT().becomes(LayerScheme((8, 64))).plain and SparseGPT().facts() == {"masked"}
-    assert SparseGPT(weights="mxfp4").becomes(LayerScheme((8, 64))).codes.group_size == 32
+    assert SparseGPT().effects(LayerScheme((8, 64))).scheme.plain and SparseGPT().effects(ANY_LAYER).facts == {"masked"}
+    assert SparseGPT(weights="mxfp4").effects(LayerScheme((8, 64))).scheme.codes.group_size == 32

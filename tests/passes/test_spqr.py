@@ -8,7 +8,6 @@ import compress
 from compress.errors import TargetError
 from compress.layers.parts.outliers import OutliersPart
 from compress.layers.scheme import LayerScheme
-from compress.passes.contract.facts import LayerFacts
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.gptq import GPTQ
 from compress.passes.quantize.spqr import SpQR
@@ -83,7 +82,7 @@ def test_it_is_better_than_groups_of_its_size_with_scales_of_more_bits(layer_of)
 
 def test_all_that_is_stored_is_counted():
     shape = (1024, 4096)
-    bits = 8 * SpQR(outliers=0.01).becomes(LayerScheme(shape)).size_bytes(torch.bfloat16) / (1024 * 4096)
+    bits = 8 * SpQR(outliers=0.01).effects(LayerScheme(shape)).scheme.size_bytes(torch.bfloat16) / (1024 * 4096)
     # codes; scales and minima in 3 bits; four float16 per tile; a float16 and a column per outlier; starts of rows
     assert bits == pytest.approx(3 + 6 / 16 + 64 / 256 + 0.01 * (16 + 32) + 32 / 4096, abs=1e-4)
 
@@ -101,5 +100,5 @@ def test_bad_input(recipe):
             SpQR(**options)
     with pytest.raises(TargetError, match="format: native"):
         compress.plan(recipe(SpQR(), save={"format": "compressed-tensors"}))
-    reason = SpQR().check(LayerFacts("up_proj", (64, 100)))
+    reason = SpQR().effects(LayerScheme((64, 100))).refusal
     assert "its 100 inputs are not a multiple of 16" in reason

@@ -4,6 +4,7 @@ import pytest
 import torch
 from draws import random, seen_of
 
+from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.observers import InputNorm
 from compress.passes.contract.options import OptionError
 from compress.passes.prune.wanda import Wanda
@@ -100,4 +101,4 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 def test_it_prunes_before_anything_is_quantized():
     assert Wanda.never_after == {"quantized"}
-    assert Wanda().facts() == {"masked"}
+    assert Wanda().effects(ANY_LAYER).facts == {"masked"}

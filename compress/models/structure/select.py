@@ -146,6 +146,10 @@ class ModuleNames:
             found += self._of_class(pattern) or ends or [pattern]
         return tuple(dict.fromkeys(found))
 
+    def candidates(self, patterns: Sequence[str]) -> list[str]:
+        """Return the linears inside the blocks, and the embedding and LM head if patterns name them."""
+        return [*self.linears, *(name for end in self.reached(patterns) for name in end.names)]
+
     def reached(self, patterns: Sequence[str]) -> list[End]:
         """The ends that patterns name."""
         return [end for end in self.ends if any(self._names(pattern, end) for pattern in patterns)]

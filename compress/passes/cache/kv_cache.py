@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,10 +12,11 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from compress.errors import NumericError
+from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing, round_cache, spread, watching
 from compress.models.caches.scheme import CacheScheme, Transformed
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.passes.contract.facts import Fact, Log, Requirements
+from compress.passes.contract.facts import Effects, Fact, Log, Requirements
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.passes import BlockPass
@@ -105,9 +107,13 @@ class KVCache(BlockPass):
 
     @property
     def cache(self) -> CacheScheme:
+        """The quantization of keys and values."""
         keys, values = (None if name == UNROUNDED else GRIDS[name] for name in (self.keys, self.values))
         group = self.key_group if self.scale == "token" and keys is not None else None
         return CacheScheme(keys, values, self.scale, self.symmetric, group, self.residual, self.hadamard)
+
+    def effects(self, layer: LayerScheme) -> Effects:
+        return replace(super().effects(layer), cache=self.cache)
 
     @property
     def requires(self) -> Requirements:

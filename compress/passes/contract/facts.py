@@ -1,10 +1,21 @@
-"""Facts about layers, requirements of passes, and the type of the log function that a solver receives."""
+"""What a pass declares: facts, requirements and effects; and the type of the log function that a solver receives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from compress.layers.base import TransformScheme
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.scheme import CacheScheme
+from compress.numerics.sparse.positions import Sparsity
+
+if TYPE_CHECKING:
+    from compress.passes.contract.observers import Observer
+    from compress.passes.contract.passes import ModelPass
 
 Fact = Literal["masked", "quantized", "activations_quantized", "cache_quantized"]
 """A property of a model after a pass; passes declare their order by facts, never by names of other passes."""
@@ -13,34 +24,130 @@ Log = Callable[..., None]
 """log(kind, message, **figures): writes to the journal."""
 
 
+MakeObserver = Callable[[int, torch.device], "Observer"]
+"""Make an observer of inputs of a width on a device."""
+
+
 @dataclass(frozen=True)
 class Requirements:
     """What a pass needs of the run that it is in.
 
-    data: calibration token ids. reference: activations of the uncompressed model, which runs alongside the sweep.
-    original: what the block made of the same inputs before the sweep, in which passes must have changed it.
-    unquantized: the weight of a layer before a pass of the same sweep quantized it. teacher: the uncompressed model,
-    which `run.open_teacher` then opens, or another one by its source. objective: what the model is asked for on the
-    text, which `run.lm_objective` then says. training: several processes share its steps.
-    batches: learning in steps of one calibration batch each, of which every process of a launcher needs a sequence.
-    new_shape: the freedom to give the model another shape; then no layer at all may be what `never_after` says,
-    targeted or not.
+    Attributes:
+        data: calibration token ids.
+        reference: activations of the uncompressed model, which runs alongside the sweep.
+        original: outputs of the block for the same inputs before the sweep, in which passes must have changed it.
+        unquantized: the weight of a layer before a pass of the same sweep quantized it.
+        layer_observer: makes a further observer of the inputs of one layer, which becomes `Layer.inputs`.
+        by_rows: the rows of a weight are independent, so several processes may each solve some of them.
+        teacher: the uncompressed model (True) or another model by its source, which `run.open_teacher` opens.
+        paired_states: hidden states of the model are compared with those of the teacher, of the blocks in `layer_map`.
+        layer_map: pairs (block of the model, block of the teacher); None: evenly spaced.
+        objective: the objective of the model on the text, `run.lm_objective`.
+        training: several processes share its steps.
+        trains: kinds of parameters that must exist in the layers of the pass.
+        batches: learning in steps of one calibration batch each, of which every process of a launcher needs a sequence.
+        new_shape: the model gets another shape; then no layer at all may be what `never_after` says, targeted or not.
+        rehearsal: the pass that a plan runs on random weights, if `new_shape`, to find structures that the pass
+            refuses; None: no rehearsal.
     """
 
     data: bool = False
     reference: bool = False
     original: bool = False
     unquantized: bool = False
+    layer_observer: MakeObserver | None = None
+    by_rows: bool = False
     teacher: bool | str = False
+    paired_states: bool = False
+    layer_map: tuple[tuple[int, int], ...] | None = None
     objective: bool = False
     training: bool = False
+    trains: tuple[str, ...] = ()
     batches: bool = False
     new_shape: bool = False
+    rehearsal: ModelPass | None = None
 
 
 @dataclass(frozen=True)
-class LayerFacts:
-    """What is known of a linear before any work: its full name and its shape (out, in)."""
+class Zeros:
+    """The sparsity that a pruning pass must reach in a layer.
 
-    name: str
-    shape: tuple[int, int]
+    Attributes:
+        asked: requested fraction of zeros.
+        due: fraction of zeros after `asked` is rounded to whole units of the pattern; columns and rows that the pattern
+            does not cover stay dense and are not counted as zeros.
+    """
+
+    asked: float
+    due: float
+
+
+ANY_LAYER = LayerScheme((1, 1))
+"""A dense layer of unknown shape, for effects that do not depend on the layer: facts, cache, skipped, notes."""
+
+
+def _suits(later: Effects) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a later pass must do to the layers of a pass that is of no use alone.
+
+    Attributes:
+        fact: the fact that a later pass must make true.
+        mismatch: maps the effects of that later pass on a dense layer to the reason why the layer is not prepared for
+            it, or None.
+    """
+
+    fact: Fact
+    mismatch: Callable[[Effects], str | None] = _suits
+
+
+@dataclass(frozen=True)
+class Effects:
+    """The effects of a pass on a layer, as far as they are known before the run.
+
+    Attributes:
+        scheme: storage scheme of the layer after the pass.
+        facts: facts that are true of the layer after the pass.
+        transforms: schemes of input transforms that stay at the layer if no earlier module can absorb them, which only
+            the run decides; each replaces the transform of its kind in `scheme`.
+        problem: reason why the pass cannot work on a layer of this shape, or None.
+        prepares: what a later pass must do to the layer; None: nothing.
+        sparsities: possible storage schemes of the mask; empty if the pass makes no mask.
+        zeros: sparsity that the layer must reach; None: the pass does not prune.
+        uneven: whether layers differ in sparsity, so that only the mean of `zeros` over all layers, weighted by size,
+            is reached.
+        cache: quantization of keys and values in the attention modules that contain the layer; None: none.
+        negative_scales: whether scales are negative where the readers of the format take negative ones.
+        skipped: patterns of layers that match the targets of the pass, but are skipped.
+        notes: sentences for the plan.
+    """
+
+    scheme: LayerScheme
+    facts: frozenset[Fact] = frozenset()
+    transforms: tuple[TransformScheme, ...] = ()
+    problem: str | None = None
+    prepares: Preparation | None = None
+    sparsities: tuple[Sparsity, ...] = ()
+    zeros: Zeros | None = None
+    uneven: bool = False
+    cache: CacheScheme | None = None
+    negative_scales: bool = False
+    skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def refusal(self) -> str | None:
+        """The problem, or the reason why a part of `scheme` does not fit the layer."""
+        reasons = (self.problem, *(part.refuses(self.scheme.shape) for part in self.scheme.parts))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
+    def largest_scheme(self) -> LayerScheme:
+        """The storage scheme with all `transforms`."""
+        scheme = self.scheme
+        for transform in self.transforms:
+            scheme = scheme.with_transform(transform)
+        return scheme

@@ -16,21 +16,9 @@ from compress.layers.linear import CompressedLinear, Weight
 from compress.models.structure.links import Group, Link
 from compress.models.structure.permutations import Permutation
 from compress.numerics.quant.codes import Codes
-from compress.passes.contract.facts import Log
+from compress.passes.contract.facts import Log, Zeros
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.processes import Processes
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """The sparsity that a pruning pass must reach in a layer.
-
-    asked: the requested fraction of zeros. due: the fraction of zeros after `asked` is rounded to whole units of the
-    pattern; columns and rows that the pattern does not cover stay dense and are not counted as zeros.
-    """
-
-    asked: float
-    due: float
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,12 @@ class Options(BaseModel):
 
     @classmethod
     def key(cls) -> str:
-        """The name in a recipe and in errors."""
-        return cls.__name__.lower()
+        """Return the name in recipes and errors.
+
+        It is the module's file name if the class is called like the file, or else the class name in lower case.
+        """
+        file, title = cls.__module__.rpartition(".")[2], cls.__name__.lower()
+        return file if file.replace("_", "") == title else title
 
     def without_effect(self) -> dict[str, str]:
         """The options that change nothing, given the values of the others, and the end of their error (why, a remedy).

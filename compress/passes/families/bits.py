@@ -30,7 +30,7 @@ from compress.passes.contract.layers import Layer, Surveyed
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
 from compress.passes.contract.options import DENSE, OptionError, Options, Override, read_overrides
-from compress.passes.contract.passes import Survey
+from compress.passes.contract.passes import AnyPass, Pass, Survey, works_on
 from compress.passes.families.overridden import Overridden
 from compress.train.curvature import hessian_traces, weight_curvature
 
@@ -202,6 +202,19 @@ class BitSurvey(Survey):
             raise TargetError(f"allocate: bits {self.options.bits:g}: {error}") from error
         return {name: self.choices[int(chosen[one.together])] for name, one in found.items()}
 
+    @property
+    def alternatives(self) -> tuple[Pass, ...]:
+        return tuple(self.steps)
+
+    def settled(self, step: AnyPass, allocated: Mapping[str, Choice]) -> AnyPass:
+        assert isinstance(step, Allocating)
+        overrides = list(step.overrides)
+        for choice in self.choices:
+            names = tuple(name for name, chosen in allocated.items() if chosen == choice)
+            if names:
+                overrides.append(Override.model_validate({"targets": names, **choice.options}))
+        return step.model_copy(update={"overrides": tuple(overrides), "allocate": None})
+
     def note(self, allocated: Mapping[str, Choice]) -> str:
         names = [name for name in self.choices[0].options if len({one.options.get(name) for one in self.choices}) > 1]
         texts = [
@@ -255,39 +268,24 @@ class Allocating(Overridden):
     def _with_override(self, override: Override) -> Self:
         return super()._with_override(override).model_copy(update={"allocate": None})
 
-    @property
-    def alternatives(self) -> tuple[Self, ...]:
-        if self.allocate is None:
-            return ()
-        return tuple(self.chosen(choice) for choice in self.allocate.choices_for(self.grid))
-
     def divides(self, name: str) -> bool:
         """Whether the budget is for this layer: no override names it."""
         return not any(override.takes(name) for override in self.overrides)
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """What the pass stores for a layer of this shape, with scales of 16 bits, in bits per weight."""
-        return 8 * self.becomes(LayerScheme(shape)).size_bytes(torch.float16) / (shape[0] * shape[1])
+        scheme = self.effects(LayerScheme(shape)).scheme
+        return 8 * scheme.size_bytes(torch.float16) / (shape[0] * shape[1])
 
     def survey(self) -> Survey | None:
         return super().survey() if self.allocate is None else BitSurvey(self, self.allocate)
-
-    def settled(self, allocated: Mapping[str, Any]) -> Self:
-        if self.allocate is None:
-            return super().settled(allocated)
-        found: list[Override] = []
-        for choice in self.allocate.choices_for(self.grid):
-            names = tuple(name for name, one in allocated.items() if one == choice)
-            if names:
-                found.append(Override.model_validate({"targets": names, **choice.options}))
-        return self.model_copy(update={"overrides": (*self.overrides, *found), "allocate": None})
 
     def on_model(self, names: ModuleNames, where: str) -> Self:
         """With the largest choice that all layers can have within the budget, until the run decides."""
         found = super().on_model(names, where)
         if found.allocate is None:
             return found
-        inside = [name for name in names.linears if found.takes(name) and found.divides(name)]
+        inside = [name for name in names.linears if works_on(found, name) and found.divides(name)]
         if not inside:
             raise TargetError(f"{where} allocate: overrides name all of its layers; leave allocate out")
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +16,7 @@ from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.scale import ScaleScheme
 from compress.models.structure.links import Group, Link, fold
-from compress.passes.contract.facts import Fact, Log
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import InputAbsMax
@@ -88,7 +88,6 @@ class EqualizingPass(BlockPass):
     """
 
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
-    prepares: ClassVar[Fact | None] = "quantized"
 
     unlinked: Literal["leave", "scale"] = Field(
         default="leave",
@@ -104,8 +103,9 @@ class EqualizingPass(BlockPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
 
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        return self.becomes(before).with_transform(ScaleScheme()) if self.unlinked == "scale" else self.becomes(before)
+    def effects(self, layer: LayerScheme) -> Effects:
+        transforms = (ScaleScheme(),) if self.unlinked == "scale" else ()
+        return replace(super().effects(layer), transforms=transforms, prepares=Preparation("quantized"))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         self.equalize(block, inputs, inputs.observe(self.statistics), log)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from compress.errors import TargetError
-from compress.models.structure.select import ModuleNames
+from compress.layers.scheme import LayerScheme
+from compress.models.structure.select import ModuleNames, select
 from compress.models.structure.select import chosen as is_chosen
+from compress.passes.contract.facts import Effects
 from compress.passes.contract.options import INHERITED, Override, read_overrides, resolve_overrides
 from compress.passes.families.weight_grid import GridName, WeightGrid, known_grid
 
@@ -53,7 +56,9 @@ class Overridden(WeightGrid):
                 changed.append(override if same else override.model_copy(update={"targets": targets}))
         new = tuple(changed)
         found = found if new == found.overrides else found.model_copy(update={"overrides": new})
-        return found.model_copy(update={"overrides": found._fallen_back(names)})
+        found = found.model_copy(update={"overrides": found._fallen_back(names)})
+        found._check_overrides(names, where)
+        return found
 
     def _in_blocks(self, override: Override, names: ModuleNames, where: str) -> Override:
         """The override for the layers of its blocks. Raises TargetError if there are none."""
@@ -85,16 +90,14 @@ class Overridden(WeightGrid):
                 changed.append(override.model_copy(update={"targets": tuple(stay)}) if fallen else override)
         return tuple(changed) if fell else self.overrides
 
-    def choose(self, names: Sequence[str], where: str) -> list[str]:
-        """The linears that no override skips."""
-        found = super().choose(names, where)
-        overridden = resolve_overrides(self.overrides, found, where)
-        chosen = [name for name in found if name not in overridden or not overridden[name].dense]
-        if not chosen:
+    def _check_overrides(self, names: ModuleNames, where: str) -> None:
+        """Raise TargetError for an override that matches none of the layers, or if overrides skip all layers."""
+        targeted = select(names.candidates(self.targets), self.targets, self.ignore, where)
+        override_of = resolve_overrides(self.overrides, targeted, where)
+        if all(name in override_of and override_of[name].dense for name in targeted):
             raise TargetError(
-                f"{where}: the overrides skip all {len(found)} linears; remove weights: none from one of them"
+                f"{where}: the overrides skip all {len(targeted)} linears; remove weights: none from one of them"
             )
-        return chosen
 
     def for_layer(self, name: str) -> Self | None:
         for override in self.overrides:
@@ -125,6 +128,7 @@ class Overridden(WeightGrid):
         """The pass with its own options, and with those of each override."""
         return [self, *(self._with_override(override) for override in self.overrides if not override.dense)]
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects = super().effects(layer)
+        dense = tuple(pattern for override in self.overrides if override.dense for pattern in override.targets)
+        return replace(effects, skipped=effects.skipped + dense)

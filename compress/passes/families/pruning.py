@@ -10,11 +10,12 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
+from compress.layers.scheme import LayerScheme
 from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.positions import LARGEST_M, SparseLayout
-from compress.passes.contract.facts import Fact, LayerFacts
-from compress.passes.contract.layers import Layer, Solution, Zeros
+from compress.passes.contract.facts import Effects, Fact, Zeros
+from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
 from compress.passes.contract.passes import Survey
@@ -74,20 +75,26 @@ class Pruning(BaseModel):
             return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
         return 0.5 if self.sparsity is None else self.sparsity
 
-    def sparsities(self, shape: tuple[int, int]) -> list[SparseLayout]:
-        """The possible storage schemes of the mask, if no other pass prunes the layer."""
+    def effects(self, layer: LayerScheme) -> Effects:
+        """Add the zeros of the layer, and the reason why the pattern does not fit it."""
+        effects: Effects = super().effects(layer)  # type: ignore[misc]
+        return replace(
+            effects,
+            problem=self.pattern.refuses(layer.shape, self.density),
+            sparsities=self._sparsities(layer.shape),
+            zeros=self.zeros(layer.shape),
+        )
+
+    def _sparsities(self, shape: tuple[int, int]) -> tuple[SparseLayout, ...]:
+        """Return the possible storage schemes of the mask, if no other pass prunes the layer."""
         rows, width = shape
         if self.pattern.n_of_m is not None:
             n, m = self.pattern.n_of_m
             regular = SparseLayout.regular(shape, n, m)
-            return [*([regular] if m <= min(width, LARGEST_M) else []), SparseLayout(regular.kept)]
-        kept = rows * width - round(self.zeros(shape, self.target_sparsity).due * rows * width)
-        one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
-        return [*([SparseLayout.regular(shape, kept // rows, width)] if one_group else []), SparseLayout(kept)]
-
-    def check(self, layer: LayerFacts) -> str | None:
-        """The reason why the pattern does not fit a linear, or None."""
-        return self.pattern.refuses(layer.shape, self.density)
+            return (*([regular] if m <= min(width, LARGEST_M) else []), SparseLayout(regular.kept))
+        kept = rows * width - round(self.zeros(shape).due * rows * width)
+        is_one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
+        return (*([SparseLayout.regular(shape, kept // rows, width)] if is_one_group else []), SparseLayout(kept))
 
     def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
         """The sparsity due in a layer of this shape, at the given sparsity or at that of the pass."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from compress.checkpoint.formats.base import Format
 from compress.errors import NumericError
 from compress.layers.base import WeightPart
 from compress.layers.parts.codes import CodesScheme
@@ -21,9 +19,9 @@ from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
 from compress.numerics.quant.rounding import GridOptions
-from compress.passes.contract.facts import Fact, LayerFacts, Requirements
+from compress.passes.contract.facts import Effects, Fact, MakeObserver, Requirements
 from compress.passes.contract.layers import Layer, Solution
-from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax, Observer
+from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax
 from compress.passes.contract.passes import ActivationScale, LayerPass
 from compress.passes.families.bits import Allocating
 
@@ -88,10 +86,20 @@ class Quantizing(Allocating):
         weighted = cls.model_fields["scale"].default == "importance" and given.get("group_size") == "tensor"
         return found | ({"scale": "mse"} if weighted else {})
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
+    def effects(self, layer: LayerScheme) -> Effects:
         codes = CodesScheme(self.grid, self.group_size, self.symmetric, self.indexed, self.float_zeros, self.scale_rows)
-        found, rounding = before.with_parts(codes), self.rounding_scheme
-        return found if rounding is None else found.with_transform(rounding)
+        scheme, rounding = layer.with_parts(codes), self.rounding_scheme
+        inputs = [self.activations, *(override.options.get("activations", "none") for override in self.overrides)]
+        activations: frozenset[Fact] = frozenset({"activations_quantized"})
+        effects = super().effects(layer)
+        return replace(
+            effects,
+            scheme=scheme if rounding is None else scheme.with_transform(rounding),
+            facts=effects.facts | (activations if set(inputs) != {"none"} else frozenset()),
+            problem=self._problem(layer.shape[1]),
+            negative_scales=self.tries_signs,
+            notes=self._notes(),
+        )
 
     @property
     def rounding_scheme(self) -> RoundingScheme | None:
@@ -108,14 +116,13 @@ class Quantizing(Allocating):
             return self.input_grid.group_size
         return self.group_size if self.activation_scale == "group" and isinstance(self.group_size, int) else None
 
-    def check(self, layer: LayerFacts) -> str | None:
-        group, width = self.input_group, layer.shape[1]
-        if group is not None and width % group:
-            grid = self.input_grid
-            fixed = grid is not None and grid.group_size is not None
-            remedy = "activations: int4" if fixed else "activation_scale: token"
-            return f"groups of {group} columns do not divide its {width} inputs; use {remedy}"
-        return super().check(layer)
+    def _problem(self, width: int) -> str | None:
+        """Return why the inputs of a layer of this width cannot be quantized, or None."""
+        group, grid = self.input_group, self.input_grid
+        if group is None or width % group == 0:
+            return None
+        remedy = "activation_scale: token" if grid is None or grid.group_size is None else "activations: int4"
+        return f"groups of {group} columns do not divide its {width} inputs; use {remedy}"
 
     @property
     def float_zeros(self) -> bool:
@@ -136,10 +143,6 @@ class Quantizing(Allocating):
     def input_grid(self) -> Grid | None:
         """The grid of the inputs."""
         return None if self.activations == "none" else GRIDS[self.activations]
-
-    def facts(self) -> frozenset[Fact]:
-        inputs: frozenset[Fact] = frozenset({"activations_quantized"})
-        return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
 
     @property
     def weighs_columns(self) -> bool:
@@ -166,18 +169,16 @@ class Quantizing(Allocating):
         """Whether inputs are rounded to a grid that other programs compute with; none does with 4 bits."""
         return self.input_grid is not None and self.input_grid.bits > 4
 
-    def note(self, format_: Format) -> str | None:
-        if self.input_grid is not None and not self.served_inputs:
-            return f"inputs in {self.activations} are stated in format native only, which compress.load reads"
+    def _notes(self) -> tuple[str, ...]:
+        if self.input_grid is None:
+            return ()
+        if not self.served_inputs:
+            return (f"inputs in {self.activations} are stated in format native only, which compress.load reads",)
         if not self.integers or not self.signed_scales or self.scale not in SEARCHES:
-            return super().note(format_)
-        if self.input_grid is not None:
-            return (
-                "scales stay positive: kernels of servers for rounded inputs may read packed scales as unsigned numbers"
-            )
-        if not format_.negative_scales:
-            return f"scales stay positive: not all readers of format {format_.name} take negative ones"
-        return super().note(format_)
+            return ()
+        return (
+            "scales stay positive: kernels of servers for rounded inputs may read packed scales as unsigned numbers",
+        )
 
     @property
     def tries_signs(self) -> bool:
@@ -253,13 +254,16 @@ class Quantizing(Allocating):
 class QuantizingPass(Quantizing, LayerPass):
     """A pass that quantizes one layer at a time."""
 
-    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+    @property
+    def layer_observer(self) -> MakeObserver | None:
+        """`Requirements.layer_observer` of these options."""
         return InputAbsMax if self.activation_scale == "static" else None
 
     @property
     def requires(self) -> Requirements:
-        needs = super().requires
-        return replace(needs, data=needs.data or any(step.watches() is not None for step in self.variants()))
+        requires = super().requires
+        data = requires.data or any(step.layer_observer is not None for step in self.variants())
+        return replace(requires, data=data, layer_observer=self.layer_observer)
 
     @property
     def compensates(self) -> type[Gram] | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compress.passes.contract.facts import Log
 from compress.passes.contract.journal import Entry, Journal
 from compress.passes.contract.layers import BlockInputs
-from compress.passes.contract.passes import BlockPass
+from compress.passes.contract.passes import BlockPass, works_on
 from compress.passes.contract.processes import Processes
 from compress.train.loop import TrainingContext, train
 from compress.train.options import Share, TrainingOptions
@@ -109,7 +109,7 @@ class ReconstructionPass(TrainingOptions, BlockPass):
             return torch.stack(losses).mean()
 
         def takes(name: str) -> bool:
-            return self.takes(f"{inputs.name}.{name}")
+            return works_on(self, f"{inputs.name}.{name}")
 
         where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
         chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, is_whole_model=False)

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import TargetError
 from compress.passes.contract.facts import Fact, Requirements
-from compress.passes.contract.passes import ModelPass
+from compress.passes.contract.passes import ModelPass, works_on
 
 
 class ReshapingPass(ModelPass):
@@ -25,12 +25,12 @@ class ReshapingPass(ModelPass):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(data=True, new_shape=True)
+        return Requirements(data=True, new_shape=True, rehearsal=self)
 
     def check_all_taken(self, names: Iterable[str], where: str, why: str) -> None:
         """Raise TargetError if the targets exclude one of the linears. why: what is the same in all of them."""
         for name in names:
-            if not self.takes(name):
+            if not works_on(self, name):
                 raise TargetError(f"{where}: {name} is left out by targets or ignore, but {why}")
 
     @abstractmethod

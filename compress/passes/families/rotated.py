@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from compress.layers.transforms.hadamard import Hadamard, HadamardScheme
 from compress.numerics.block_sweep import BlockCode, BlockSweep
 from compress.numerics.hadamard import exists, largest_block, signs_of
 from compress.numerics.linalg import damped, factor_bytes, inverse_factor
-from compress.passes.contract.facts import Fact, LayerFacts
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -65,18 +66,15 @@ class RotatedPass(HessianPass):
     def _rotated(self, rows: int) -> int | None:
         return largest_block(rows) if self.rotate == "both" else None
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        rows, width = before.shape
-        found = before.with_parts(self.scheme(self._rotated(rows)))
-        return found.with_transform(HadamardScheme(largest_block(width)))
-
-    def check(self, layer: LayerFacts) -> str | None:
-        reason = super().check(layer)
-        sides = {"inputs": layer.shape[1]} | ({"outputs": layer.shape[0]} if self.rotate == "both" else {})
-        for side, width in sides.items():
-            if reason is None and not exists(width) and largest_block(width) < SMALLEST_BLOCK:
-                reason = f"no Hadamard matrix of order {SMALLEST_BLOCK} or more divides its {width} {side}; ignore it"
-        return reason
+    def effects(self, layer: LayerScheme) -> Effects:
+        rows, width = layer.shape
+        part = self.scheme(self._rotated(rows))
+        problem, sides = part.refuses(layer.shape), {"inputs": width}
+        for side, size in (sides | ({"outputs": rows} if self.rotate == "both" else {})).items():
+            if problem is None and not exists(size) and largest_block(size) < SMALLEST_BLOCK:
+                problem = f"no Hadamard matrix of order {SMALLEST_BLOCK} or more divides its {size} {side}; ignore it"
+        scheme = layer.with_parts(part).with_transform(HadamardScheme(largest_block(width)))
+        return replace(super().effects(layer), scheme=scheme, problem=problem)
 
     def memory(self, size: ProblemSize) -> int:
         return 2 * super().memory(size) + 2 * factor_bytes(size.shape[1])

@@ -13,27 +13,27 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.errors import ModelError, RecipeError
+from compress.errors import RecipeError
 from compress.layers.linear import CompressedLinear, linears
+from compress.layers.scheme import LayerScheme
 from compress.models.kinds.objective import (
     MASKED_SHARE,
     LMObjective,
     MaskedTokens,
     TargetTokens,
     check_learns,
-    text_config,
 )
 from compress.models.structure.blocks import find_blocks
 from compress.numerics.metrics import DivergenceName
 from compress.passes.contract.context import Run
-from compress.passes.contract.facts import Requirements
+from compress.passes.contract.facts import Effects, Requirements
 from compress.passes.contract.observers import Nothing, Observer
-from compress.passes.contract.passes import ModelPass
+from compress.passes.contract.passes import ModelPass, works_on
 from compress.passes.families.allocation import Uniform
 from compress.passes.families.pruning import Pruning
 from compress.sweep.survey import survey_model
 from compress.train.loop import TrainingContext, train
-from compress.train.objective import LanguageLoss, state_pairs
+from compress.train.objective import LanguageLoss
 from compress.train.options import TrainingOptions
 from compress.train.parametrization import Kind, Parametrization, masked
 from compress.train.student import UNTRAINED_SCALES, Student, trainable
@@ -119,7 +119,15 @@ class TrainingPass(TrainingOptions, ModelPass):
     @property
     def requires(self) -> Requirements:
         learns = self.ce_weight < 1 or self.hidden > 0 or self.cosine > 0
-        return Requirements(data=True, teacher=learns and (self.teacher or True), objective=True, training=True)
+        return Requirements(
+            data=True,
+            teacher=learns and (self.teacher or True),
+            paired_states=self.hidden > 0 or self.cosine > 0,
+            layer_map=self.layer_map,
+            objective=True,
+            training=True,
+            trains=self.train or (),
+        )
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:
@@ -158,16 +166,6 @@ class TrainingPass(TrainingOptions, ModelPass):
             raise RecipeError(f"{where}: mask_probability has no effect on a model of {lm_objective.of}; leave it out")
         return lm_objective
 
-    def check_teacher(self, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
-        if not self.hidden and not self.cosine:
-            return
-        widths = text_config(model.config).hidden_size, text_config(teacher.config).hidden_size
-        blocks = len(find_blocks(model)), len(find_blocks(teacher))
-        try:
-            state_pairs(widths, blocks, self.layer_map)
-        except ModelError as error:
-            raise ModelError(f"{where}: {error}") from error
-
     def _lm_objective(self, run: Run) -> LMObjective:
         return self.adapt_objective(run.lm_objective, run.label or self.key())
 
@@ -175,15 +173,9 @@ class TrainingPass(TrainingOptions, ModelPass):
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
         """Prepare the model for training and restore it at the end. Raises TargetError."""
         label = run.label or self.key()
-        with trainable(model, self.kinds, self.takes, run.storage, label, self.parametrize) as student:
+        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, self.parametrize) as student:
             if student.untrained_layers:
-                run.journal.add(
-                    "fallback",
-                    label,
-                    UNTRAINED_SCALES,
-                    layers=len(student.untrained_layers),
-                    first=student.untrained_layers[0],
-                )
+                run.journal.add("fallback", label, UNTRAINED_SCALES, layers=len(student.untrained_layers), first=student.untrained_layers[0])
             yield student
 
     @contextmanager
@@ -235,9 +227,8 @@ class SparseTrainingPass(Pruning, TrainingPass):
         if self.train is not None and "weights" not in self.train:
             raise ValueError(f"{self.key()} must train weights; add weights to train, or leave train out")
 
-    @property
-    def uneven(self) -> bool:
-        return not isinstance(self.allocate, Uniform)
+    def effects(self, layer: LayerScheme) -> Effects:
+        return replace(super().effects(layer), uneven=not isinstance(self.allocate, Uniform))
 
     def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
         return weight.abs()
@@ -251,15 +242,9 @@ class SparseTrainingPass(Pruning, TrainingPass):
             own = self.model_copy(update={"sparsity": found[name], "allocate": Uniform()}) if found else self
             return own.parametrize(name, layer)
 
-        with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
+        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
             if student.untrained_layers:
-                run.journal.add(
-                    "fallback",
-                    label,
-                    UNTRAINED_SCALES,
-                    layers=len(student.untrained_layers),
-                    first=student.untrained_layers[0],
-                )
+                run.journal.add("fallback", label, UNTRAINED_SCALES, layers=len(student.untrained_layers), first=student.untrained_layers[0])
             yield student
 
     def allocated(self, model: nn.Module, run: Run) -> Mapping[str, float]:
@@ -270,7 +255,7 @@ class SparseTrainingPass(Pruning, TrainingPass):
         assert isinstance(model, PreTrainedModel)
         label, blocks = run.label or self.key(), find_blocks(model)
         every = [f"{block.name}.{name}" for block in blocks for name in linears(block.module)]
-        found = survey_model(model, survey, [name for name in every if self.takes(name)], run, label)
+        found = survey_model(model, survey, [name for name in every if works_on(self, name)], run, label)
         figures = {"least": round(min(found.values()), 4), "most": round(max(found.values()), 4)}
         run.journal.add("note", label, f"sparsities of the layers by {self.allocate.key}", **figures)
         return found

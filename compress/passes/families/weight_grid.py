@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import GroupSize
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.passes.contract.facts import LayerFacts
+from compress.passes.contract.facts import Effects
 from compress.passes.contract.passes import Pass
 
 
@@ -84,12 +83,13 @@ class WeightGrid(Pass):
         """The grid of the weights."""
         return GRIDS[self.weights]
 
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        """For passes that prepare weights for this grid: why the later pass rounds a layer to another one, or None."""
-        wanted = self.weights, self.group_size, self.symmetric
-        codes = later.becomes(LayerScheme(layer.shape)).all_codes
-        found = [(one.grid.name, one.group_size, one.symmetric) for one in codes]
-        return None if found == [wanted] else f"it needs {_spelled(wanted)}; write the same options in both passes"
+    def grid_mismatch(self, later: Effects) -> str | None:
+        """Return why a layer that is prepared for this grid does not suit the effects of a later pass, or None."""
+        options = self.weights, self.group_size, self.symmetric
+        later_options = [(codes.grid.name, codes.group_size, codes.symmetric) for codes in later.scheme.all_codes]
+        if later_options == [options]:
+            return None
+        return f"it needs {_spelled(options)}; write the same options in both passes"
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,10 +20,10 @@ from compress.models.structure.permutations import Permutation, permute
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.permutation import search
 from compress.numerics.sparse.scores import ria, wanda
-from compress.passes.contract.facts import Fact, LayerFacts, Log, Requirements
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation, Requirements
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.observers import InputNorm
-from compress.passes.contract.passes import BlockPass, Pass
+from compress.passes.contract.passes import BlockPass
 
 Score = Literal["magnitude", "wanda", "ria"]
 WILD = "*?[:"
@@ -46,7 +47,6 @@ class ChannelPermutation(BlockPass):
         "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
     )
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
-    prepares: ClassVar[Fact | None] = "masked"
 
     pattern: Pattern = Field(default=Pattern("2:4"), description="N:M pattern of the later pruning pass")
     score: Score = Field(
@@ -71,11 +71,12 @@ class ChannelPermutation(BlockPass):
     def requires(self) -> Requirements:
         return Requirements(data=self.score != "magnitude")
 
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        return before.with_transform(PermutationScheme()) if self.unlinked == "keep" else before
+    def effects(self, layer: LayerScheme) -> Effects:
+        transforms = (PermutationScheme(),) if self.unlinked == "keep" else ()
+        return replace(super().effects(layer), transforms=transforms, prepares=Preparation("masked", self._mismatch))
 
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        if any(found.n_of_m == self.pattern.n_of_m for found in later.sparsities(layer.shape)):
+    def _mismatch(self, later: Effects) -> str | None:
+        if any(sparsity.n_of_m == self.pattern.n_of_m for sparsity in later.sparsities):
             return None
         return f"it needs pattern {self.pattern.text}; write the same pattern in both passes"
 

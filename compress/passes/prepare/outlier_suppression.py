@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -17,10 +18,10 @@ from compress.layers.transforms.rounding import InputRounding
 from compress.models.structure.shifts import fold_shift, without_bias
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.contract.facts import LayerFacts, Requirements
+from compress.passes.contract.facts import Effects, Preparation, Requirements
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import InputAbsMax, InputRange
-from compress.passes.contract.passes import COPIES, Pass
+from compress.passes.contract.passes import COPIES
 from compress.passes.families.equalizing import EqualizingPass, Readers
 from compress.passes.families.weight_grid import GridName, GroupSizeOption, WeightGrid
 
@@ -77,13 +78,15 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
     def statistics(self) -> type[InputAbsMax]:
         return InputRange
 
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        found = later.becomes(LayerScheme(layer.shape)).rounding
-        wanted = self.activations, self.activation_scale
-        if found is None or (found.grid.name, found.scale) != wanted:
-            spelled = "activations: {}, activation_scale: {}".format(*wanted)
+    def effects(self, layer: LayerScheme) -> Effects:
+        return replace(super().effects(layer), prepares=Preparation("quantized", self._mismatch))
+
+    def _mismatch(self, later: Effects) -> str | None:
+        rounding, options = later.scheme.rounding, (self.activations, self.activation_scale)
+        if rounding is None or (rounding.grid.name, rounding.scale) != options:
+            spelled = "activations: {}, activation_scale: {}".format(*options)
             return f"it needs {spelled}; write the same options in both passes"
-        return super().mismatch(layer, later)
+        return self.grid_mismatch(later)
 
     def scale(self, readers: Readers) -> Float[Tensor, " in"] | None:
         if self.shift and readers.link is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
-from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear, linears, replace_linear
@@ -30,9 +30,10 @@ from compress.models.structure.values import head_size, rotate_values
 from compress.numerics.hadamard import exists, largest_block, neighbours, randomized
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
-from compress.passes.contract.facts import LayerFacts, Requirements
+from compress.passes.contract.facts import Effects, Requirements
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.options import patterns
+from compress.passes.contract.passes import chosen_linears, works_on
 from compress.passes.families.learned_rotations import Learnable, Learned, RotationLearning, ValueLink, learn_rotations
 from compress.passes.families.reshaping import ReshapingPass
 from compress.sweep.block_inputs import SweepInputs
@@ -96,10 +97,8 @@ class Rotate(ReshapingPass):
     @property
     def requires(self) -> Requirements:
         learns = self.learn is not None
-        return Requirements(data=learns, objective=learns, training=learns, new_shape=True)
-
-    def rehearsal(self) -> Self:
-        return self.model_copy(update={"learn": None})
+        rehearsal = self.model_copy(update={"learn": None})
+        return Requirements(data=learns, objective=learns, training=learns, new_shape=True, rehearsal=rehearsal)
 
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         check_learns(lm_objective, where, "leave learn out, which needs a loss on the text")
@@ -107,14 +106,11 @@ class Rotate(ReshapingPass):
 
     def on_model(self, names: ModuleNames, where: str) -> Self:
         found = super().on_model(names, where)
-        return found.model_copy(update={"online": names.full(self.online)}) if self.online else found
-
-    def choose(self, names: Sequence[str], where: str) -> list[str]:
-        """All its linears, after a check that patterns of `online` match some of them."""
-        found = super().choose(names, where)
-        if self.online:
-            select(found, self.online, (), f"{where} online")
-        return found
+        if not self.online:
+            return found
+        online = names.full(self.online)
+        select(chosen_linears(found, names.candidates(found.targets), where), online, (), f"{where} online")
+        return found.model_copy(update={"online": online})
 
     def for_layer(self, name: str) -> Self:
         """The pass with `online` for this layer alone, or for none."""
@@ -123,31 +119,32 @@ class Rotate(ReshapingPass):
     def _is_online(self, name: str) -> bool:
         return any(matches(name, pattern) for pattern in self.online)
 
-    def check(self, layer: LayerFacts) -> str | None:
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects = replace(super().effects(layer), notes=self._notes())
+        if not self.online:
+            return effects
         width = layer.shape[1]
-        if self.online and _block(width) is None:
-            below, above = neighbours(width)
-            return (
-                f"no Hadamard matrix fits its {width} inputs, nor blocks of {SMALLEST_BLOCK} or more that divide them "
-                f"(the next widths are {below} and {above}); leave it out of online"
-            )
-        return super().check(layer)
+        block = _block(width)
+        if block is not None:
+            return replace(effects, scheme=layer.with_transform(HadamardScheme(block)))
+        smaller, larger = neighbours(width)
+        problem = (
+            f"no Hadamard matrix fits its {width} inputs, nor blocks of {SMALLEST_BLOCK} or more that divide them "
+            f"(the next widths are {smaller} and {larger}); leave it out of online"
+        )
+        return replace(effects, problem=problem)
 
-    def note(self, format_: Format) -> str | None:
-        """What is rotated, and where it stays."""
+    def _notes(self) -> tuple[str, ...]:
+        """Say what is rotated, and which rotations stay in the layers."""
         names = {"hidden states": self.residual, "values": self.values}
         folded = " and ".join(name for name, turned in names.items() if turned)
         learned = "" if self.learn is None else f" by matrices {self.learn.text}"
-        found = [f"{folded} are rotated in the weights{learned}"] if folded else []
+        notes = [f"{folded} are rotated in the weights{learned}"] if folded else []
         if self.online:
-            found.append(
+            notes.append(
                 f"inputs of {', '.join(self.online)} are rotated when the layers run, which only format native states"
             )
-        return "; ".join(found)
-
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        block = _block(before.shape[1])
-        return before.with_transform(HadamardScheme(block)) if self.online and block is not None else before
+        return ("; ".join(notes),)
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration, with an untied head if hidden states are rotated."""
@@ -217,7 +214,7 @@ class Rotate(ReshapingPass):
         """R2: rotate the values of every attention layer of the targets. Raises ModelError if there is none."""
         done, missing = [], []
         for context in _contexts(model, ids, run, where):
-            inside = [name for name in linears(context.block.module) if self.takes(context.full(name))]
+            inside = [name for name in linears(context.block.module) if works_on(self, context.full(name))]
             inputs, found = SweepInputs(context, inside), []
             for link in inputs.permutations:
                 size = head_size(link)
@@ -241,7 +238,7 @@ class Rotate(ReshapingPass):
     def _learned(self, model: PreTrainedModel, width: Width | None, links: Sequence[ValueLink], run: Run) -> Learned:
         """Learn rotations of hidden states and values, on the rounded inputs of the targets."""
         assert self.learn is not None
-        names = [name for name in linears_of_blocks(model) if self.takes(name)]
+        names = [name for name in linears_of_blocks(model) if works_on(self, name)]
         shapes = {name: CompressedLinear.of(model.get_submodule(name)).shape for name in names}
 
         def online(name: str) -> Hadamard | None:
@@ -277,7 +274,7 @@ class Rotate(ReshapingPass):
 
     def _rotate_online(self, model: PreTrainedModel, run: Run, where: str) -> list[str]:
         """R4: rotate the inputs of the layers of `online` when they run. Returns their names."""
-        names = [name for name in linears_of_blocks(model) if self.takes(name) and self._is_online(name)]
+        names = [name for name in linears_of_blocks(model) if works_on(self, name) and self._is_online(name)]
         for name in names:
             layer = replace_linear(model, name)
             rotate_inputs(layer, self._online_transform(layer.shape).to(layer.weight.device))

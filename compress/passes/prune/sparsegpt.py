@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -17,8 +18,8 @@ from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.sparsifying import Sparsifying, order_by
-from compress.passes.contract.facts import Fact, LayerFacts
-from compress.passes.contract.layers import Layer, Solution, Zeros
+from compress.passes.contract.facts import Effects, Fact, Zeros
+from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Observer
 from compress.passes.contract.passes import LayerPass
@@ -114,17 +115,13 @@ class SparseGPT(PruningPass):
             return self.group_size
         return (GRIDS[self.weights].group_size if self.weights is not None else None) or GROUP_SIZE
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects = super().effects(layer)
         if self.weights is None:
-            return before
-        return before.with_parts(CodesScheme(GRIDS[self.weights], self.groups, self.symmetric))
-
-    def facts(self) -> frozenset[Fact]:
-        rounded: frozenset[Fact] = frozenset({"quantized"})
-        return self.makes if self.weights is None else self.makes | rounded
-
-    def check(self, layer: LayerFacts) -> str | None:
-        return super().check(layer) or LayerPass.check(self, layer)  # first the pattern, then the groups
+            return effects
+        quantized: frozenset[Fact] = frozenset({"quantized"})
+        codes = CodesScheme(GRIDS[self.weights], self.groups, self.symmetric)
+        return replace(effects, scheme=layer.with_parts(codes), facts=effects.facts | quantized)
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)

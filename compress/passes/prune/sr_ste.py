@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compress.layers.linear import CompressedLinear
 from compress.numerics.sparse.masks import Pattern
 from compress.passes.contract.context import Run
+from compress.passes.contract.passes import works_on
 from compress.passes.families.training import SparseTrainingPass
 from compress.train.parametrization import Parametrization, Shares, magnitudes
 
@@ -52,7 +53,7 @@ class SRSTE(SparseTrainingPass):
         return _Chosen(self, None if self.regrow else layer.mask, layer.shape)
 
     def apply(self, model: nn.Module, run: Run) -> None:
-        layers = [m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and self.takes(n)]
+        layers = [m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and works_on(self, n)]
         stuck = sum(mask is not None and self._fits(mask) for mask in (layer.mask for layer in layers))
         if stuck and not self.regrow:
             message = (

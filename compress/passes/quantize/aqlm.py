@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from torch import Tensor
 from compress.layers.parts.codebook import CodebookPart, CodebookScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.additive import alternate, start
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -49,8 +50,9 @@ class AQLM(HessianPass):
     def without_effect(self) -> dict[str, str]:
         return super().without_effect() | ({"steps": "with rounds: 0; leave it out"} if self.rounds == 0 else {})
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return before.with_parts(CodebookScheme(self.bits, self.length, self.books, "tensor", scaled=True))
+    def effects(self, layer: LayerScheme) -> Effects:
+        part = CodebookScheme(self.bits, self.length, self.books, "tensor", scaled=True)
+        return replace(super().effects(layer), scheme=layer.with_parts(part))
 
     def memory(self, size: ProblemSize) -> int:
         return 10 * 4 * size.shape[0] * size.shape[1] + 3 * 4 * size.shape[1] ** 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.scale import ScaleScheme
 from compress.models.structure.links import Group, fold
 from compress.numerics.quant.codes import CHUNK, GroupSize, fit_shared, grouped, quantize, spread
-from compress.passes.contract.facts import Fact, Log
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -56,7 +57,6 @@ class AWQ(WeightGrid, BlockPass):
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
-    prepares: ClassVar[Fact | None] = "quantized"
 
     duo: bool = Field(default=True, description="also try scales that are divided by the mean magnitude of the weights")
     clip: bool = Field(default=True, description="clip each group of weights if this reduces the error")
@@ -77,8 +77,10 @@ class AWQ(WeightGrid, BlockPass):
         rows = COPIES * 4 * min(size.largest, CHUNK)
         return sum(map(Moments.memory_bytes, size.inputs)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
 
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        return before.with_transform(ScaleScheme()) if self.unlinked == "scale" else before
+    def effects(self, layer: LayerScheme) -> Effects:
+        transforms = (ScaleScheme(),) if self.unlinked == "scale" else ()
+        prepares = Preparation("quantized", self.grid_mismatch)
+        return replace(super().effects(layer), transforms=transforms, prepares=prepares)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = {group: InputStatistics(found) for group, found in inputs.observe(Moments).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -20,7 +21,7 @@ from compress.numerics.quant.refine_planes import planes_bytes, refined_planes
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.numerics.quant.scales import positive
 from compress.numerics.quant.weighted_search import importance_of
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -73,8 +74,9 @@ class BCQ(CompensatingPass):
         if isinstance(self.group_size, int) and self.group_size < 8:
             raise ValueError(f"group_size {self.group_size} is too small for {self.bits} scales; write at least 8")
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return before.with_parts(*[CodesScheme(BINARY, self.group_size)] * self.bits)
+    def effects(self, layer: LayerScheme) -> Effects:
+        planes = [CodesScheme(BINARY, self.group_size)] * self.bits
+        return replace(super().effects(layer), scheme=layer.with_parts(*planes))
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + planes_bytes(*size.shape, self.bits) + rounding_bytes(*size.shape)

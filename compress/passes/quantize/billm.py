@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from compress.numerics.quant.planes import nearest_signs, residual_error, residu
 from compress.numerics.quant.refine_planes import planes_bytes, refined_planes
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.numerics.quant.scales import positive
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -79,9 +80,9 @@ class BiLLM(CompensatingPass):
         """Half of a block: the number of columns of a group if both groups of a block had equally many."""
         return self.block_size // 2
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
+    def effects(self, layer: LayerScheme) -> Effects:
         plane = CodesScheme(BINARY, self.group_size, indexed=True)
-        return before.with_parts(plane, plane)
+        return replace(super().effects(layer), scheme=layer.with_parts(plane, plane))
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + planes_bytes(*size.shape, 2) + rounding_bytes(*size.shape)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from compress.layers.linear import CompressedLinear, replace_linear
-from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.rounding import rounding_bytes
@@ -56,9 +55,6 @@ class BlockAP(LearnedRoundingPass, ReconstructionPass):
             raise ValueError("train must include weights; to learn only scales and norms, use gptq, then lkd")
         if not self.grid.free_scales:
             raise ValueError(f"weights {self.weights}: its scales are no plain floats to be learned; use signround")
-
-    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
-        return None
 
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, start and training, plus starting weights, a copy of the block and targets."""

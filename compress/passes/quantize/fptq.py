@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,10 +15,9 @@ from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.models.structure.links import Group
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.contract.facts import Fact, LayerFacts, Log
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.observers import InputAbsMax
-from compress.passes.contract.passes import Pass
 from compress.passes.families.equalizing import SMALLEST, EqualizingPass, Readers
 
 
@@ -69,16 +69,19 @@ class FPTQ(EqualizingPass):
                 "ascending order"
             )
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return before.with_transform(RoundingScheme(GRIDS[self.activations]))
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects, grid = super().effects(layer), GRIDS[self.activations]
+        # not all formats store static scales with all weights, so these are the transforms to check
+        rounding = RoundingScheme(grid, "static" if self.dynamic_from > 0 else "token")
+        return replace(
+            effects,
+            scheme=layer.with_transform(RoundingScheme(grid)),
+            transforms=(*effects.transforms, rounding),
+            prepares=Preparation("quantized", self._mismatch),
+        )
 
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        """Static scales, unless the options exclude them: not all formats store them with all weights."""
-        kind = "static" if self.dynamic_from > 0 else "token"
-        return super().at_most(before).with_transform(RoundingScheme(GRIDS[self.activations], kind))
-
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        if later.becomes(LayerScheme(layer.shape)).rounding is None:
+    def _mismatch(self, later: Effects) -> str | None:
+        if later.scheme.rounding is None:
             return None
         return "the later pass rounds the inputs in another way; leave its option activations out"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from compress.layers.parts.codebook import CodebookScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.kmeans import Lloyd, assign
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Nothing
@@ -47,8 +48,9 @@ class GOBO(LayerPass):
         default="l1", description="error that ends the iteration when it no longer falls; l2: plain k-means"
     )
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return with_outliers(before, CodebookScheme(self.bits, per="tensor"), self._kept)
+    def effects(self, layer: LayerScheme) -> Effects:
+        scheme = with_outliers(layer, CodebookScheme(self.bits, per="tensor"), self._kept)
+        return replace(super().effects(layer), scheme=scheme)
 
     @property
     def _kept(self) -> Outliers:

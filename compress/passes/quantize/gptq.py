@@ -13,6 +13,7 @@ from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.refine import refine_bytes, refined
 from compress.numerics.quant.rounding import round_columns, rounding_bytes
 from compress.numerics.quant.weighted_search import importance_of
+from compress.passes.contract.facts import Requirements
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -61,8 +62,9 @@ class GPTQ(CompensatingPass, QuantizingPass):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
 
     @property
-    def by_rows(self) -> bool:
-        return self.group_size != "tensor" and not self.grid.scaling.shared_count(1, 1)
+    def requires(self) -> Requirements:
+        by_rows = self.group_size != "tensor" and not self.grid.scaling.shared_count(1, 1)
+        return replace(super().requires, by_rows=by_rows)
 
     @property
     def indexed(self) -> bool:

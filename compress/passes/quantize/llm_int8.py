@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -18,8 +18,9 @@ from compress.layers.parts.outliers import OutliersPart, OutliersScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.numerics.quant.codes import Codes
+from compress.passes.contract.facts import Effects, MakeObserver
 from compress.passes.contract.layers import Layer
-from compress.passes.contract.observers import Observer, OutlierFrequency
+from compress.passes.contract.observers import OutlierFrequency
 from compress.passes.families.quantizing import InputGrid, QuantizingPass
 from compress.passes.families.weight_grid import GridName, GroupSizeOption
 
@@ -98,7 +99,8 @@ class LLMInt8(QuantizingPass):
         threshold, clip = None if calibrated else self.threshold, self.activation_clip
         return RoundingScheme(self.input_grid, "token", threshold, calibrated, clip=clip)
 
-    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+    @property
+    def layer_observer(self) -> MakeObserver | None:
         return partial(OutlierFrequency, threshold=self.threshold) if self.outliers == "calibrated" else None
 
     def rounding(self, layer: Layer) -> InputRounding:
@@ -112,11 +114,12 @@ class LLMInt8(QuantizingPass):
         layer.log("note", "input columns that are not rounded", columns=int(columns.sum()))
         return InputRounding.of(self.input_grid, columns=columns, clip=self.activation_clip)
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        rounded = super().becomes(before)
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects = super().effects(layer)
         if not self.float_columns:
-            return rounded
-        return rounded.with_parts(*rounded.parts, OutliersScheme(self.float_columns, "column", self.outlier_dtype))
+            return effects
+        outliers = OutliersScheme(self.float_columns, "column", self.outlier_dtype)
+        return replace(effects, scheme=effects.scheme.with_parts(*effects.scheme.parts, outliers))
 
     def in_floats(self, layer: Layer) -> Int[Tensor, " n"]:
         """The columns whose weights stay in 16 bits, ascending; of equally many outliers the first columns."""

@@ -20,7 +20,7 @@ from compress.numerics.linalg import factor_bytes
 from compress.numerics.low_rank import refitted, truncated_svd, weighted_svd
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.contract.facts import Fact, Requirements
+from compress.passes.contract.facts import Effects, Fact, Requirements
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
@@ -77,8 +77,9 @@ class LoRC(RegularizedPass):
     def requires(self) -> Requirements:
         return replace(super().requires, unquantized=True)
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return before.with_parts(*before.parts, LowRankScheme(self.rank, self._stored, self._stored))
+    def effects(self, layer: LayerScheme) -> Effects:
+        part = LowRankScheme(self.rank, self._stored, self._stored)
+        return replace(super().effects(layer), scheme=layer.with_parts(*layer.parts, part))
 
     @property
     def _stored(self) -> PartScheme:

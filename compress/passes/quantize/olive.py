@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.codes import spread
 from compress.numerics.quant.pairs import FIRST, SECOND, encode, fit, fit_bytes, kinds, quantized, rounded
 from compress.numerics.quant.rounding import rounding_bytes
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
@@ -61,8 +62,8 @@ class Olive(RegularizedPass):
     def observer(self) -> type[Observer]:
         return Gram if self.compensate else Nothing
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return before.with_parts(PairsScheme(self.group_size))
+    def effects(self, layer: LayerScheme) -> Effects:
+        return replace(super().effects(layer), scheme=layer.with_parts(PairsScheme(self.group_size)))
 
     def memory(self, size: ProblemSize) -> int:
         fitted = fit_bytes(*size.shape, self.group_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -16,6 +17,7 @@ from compress.layers.parts.outliers import OutliersPart, OutliersScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.rounding import Rounding, rounding_bytes
+from compress.passes.contract.facts import Effects
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Observer
@@ -59,10 +61,10 @@ class OWQ(RegularizedPass, QuantizingPass):
         rows, width = shape
         return max(1, int(self.budget * rows * width / (VALUE_BITS * rows + INDEX_BITS)))
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        rounded = super().becomes(before)
-        outliers = OutliersScheme(self.columns_of(before.shape), "column", self.outlier_dtype)
-        return rounded.with_parts(*rounded.parts, outliers)
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects = super().effects(layer)
+        outliers = OutliersScheme(self.columns_of(layer.shape), "column", self.outlier_dtype)
+        return replace(effects, scheme=effects.scheme.with_parts(*effects.scheme.parts, outliers))
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)

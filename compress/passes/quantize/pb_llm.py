@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -19,7 +20,7 @@ from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.refine import refine_bytes, refined_sum
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.numerics.sparse.positions import PackedMask, SparseLayout
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -87,10 +88,11 @@ class PBLLM(CompensatingPass):
         """The number of salient weights in a block, at least one."""
         return max(1, round(self.salient * rows * (block.stop - block.start)))
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
+    def effects(self, layer: LayerScheme) -> Effects:
         salient = CodesScheme(GRIDS[self.salient_weights], "channel")
-        sparse = SparseScheme(SparseLayout(self.count(before.shape)), salient)
-        return before.with_parts(CodesScheme(BINARY, self.group_size), sparse)
+        sparse = SparseScheme(SparseLayout(self.count(layer.shape)), salient)
+        scheme = layer.with_parts(CodesScheme(BINARY, self.group_size), sparse)
+        return replace(super().effects(layer), scheme=scheme)
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + max(rounding_bytes(*size.shape), refine_bytes(*size.shape))

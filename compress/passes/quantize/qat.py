@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compress.layers.linear import CompressedLinear, linears
-from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding
 from compress.models.structure.blocks import find_blocks
 from compress.numerics.quant.rounding import GridOptions
 from compress.passes.contract.context import Run
-from compress.passes.contract.options import OF_THE_WHOLE
+from compress.passes.contract.facts import Requirements
+from compress.passes.contract.options import INHERITED, OF_THE_WHOLE
+from compress.passes.contract.passes import works_on
 from compress.passes.families.quantizing import Quantizing
 from compress.passes.families.training import TrainingPass
 from compress.sweep.install import adapt
@@ -50,6 +53,10 @@ class QAT(Quantizing, TrainingPass):
         super().model_post_init(context)
         if self.train is not None and "weights" not in self.train:
             raise ValueError("train must include weights; to learn only scales and norms, use rtn, then distill")
+        if "scales" in (self.train or ()) and not self.grid.free_scales and context != INHERITED:
+            raise ValueError(
+                f"train: scales needs scales that are floats, which {self.weights} has not; write train: [weights]"
+            )
         if self.activation_scale != "token":
             raise ValueError(f"activation_scale: {self.activation_scale} is not supported by this pass; use token")
         if self.grid.scaling.fused:
@@ -58,25 +65,21 @@ class QAT(Quantizing, TrainingPass):
                 "pass trains each layer alone; use mxfp4, or another grid"
             )
 
-    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
-        if "scales" in (self.train or ()) and not any(self.becomes(scheme).free_scales for scheme in layers):
-            return f"train: scales needs scales that are floats, which {self.weights} has not; write train: [weights]"
-        return None
-
-    def takes(self, name: str) -> bool:
-        return super().takes(name) and self.for_layer(name) is not None
+    @property
+    def requires(self) -> Requirements:
+        return replace(super().requires, trains=())  # the scales to train are those of the grid
 
     def apply(self, model: nn.Module, run: Run) -> None:
         survey, label = self.survey(), run.label or self.key()
         if survey is not None:
             assert isinstance(model, PreTrainedModel)
             inside = tuple(f"{block.name}." for block in find_blocks(model))
-            names = [name for name in linears(model) if name.startswith(inside) and self.takes(name)]
-            return self.settled(survey_model(model, survey, names, run, label)).apply(model, run)
+            names = [name for name in linears(model) if name.startswith(inside) and works_on(self, name)]
+            return survey.settled(self, survey_model(model, survey, names, run, label)).apply(model, run)
         super().apply(model, run)
         dtype = next(model.parameters()).dtype
         for name, layer in model.named_modules():
-            if isinstance(layer, CompressedLinear) and self.takes(name):
+            if isinstance(layer, CompressedLinear) and works_on(self, name):
                 adapt(layer, run, dtype, f"{run.label or self.key()}: {name}")
 
     @contextmanager
@@ -87,7 +90,7 @@ class QAT(Quantizing, TrainingPass):
             own = self.for_layer(name) or self
             return self._fake(layer, own, run.scale_dtype, own.tries_signs and run.format.negative_scales)
 
-        with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
+        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
             self._note(student, run, label)
             yield student
 

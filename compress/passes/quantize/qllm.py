@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,10 +21,9 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.fake import straight
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.reassembly import merging_errors, similar_pairs, sub_channels
-from compress.passes.contract.facts import Fact, LayerFacts, Log, Requirements
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation, Requirements
 from compress.passes.contract.layers import BlockInputs, Layer
 from compress.passes.contract.memory import ProblemSize
-from compress.passes.contract.passes import Pass
 from compress.passes.contract.samples import Rows
 from compress.passes.families.reconstruction import ReconstructionPass, block_error
 from compress.passes.families.weight_grid import WeightGrid
@@ -53,7 +53,6 @@ class QLLM(WeightGrid, ReconstructionPass):
     not_for: ClassVar[str] = "Speed: every layer gathers its inputs twice; rotate costs less and mostly loses less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2310.08041"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"masked", "quantized", "cache_quantized"})
-    prepares: ClassVar[Fact | None] = "quantized"
 
     activations: Literal["int8", "int6", "int4"] = Field(
         default="int8", description="grid of the inputs, with a scale per token, of the later pass"
@@ -94,14 +93,16 @@ class QLLM(WeightGrid, ReconstructionPass):
         seen = sum(map(Rows.memory_bytes, size.inputs)) + max(size.forward_bytes, 6 * 4 * size.largest)
         return max(seen, 2 * 4 * size.weights + TrainingOptions.memory(self, size)) if self.rank else seen
 
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        return before.with_transform(ReassemblyScheme()) if self.extra else before
+    def effects(self, layer: LayerScheme) -> Effects:
+        transforms = (ReassemblyScheme(),) if self.extra else ()
+        prepares = Preparation("quantized", self._mismatch)
+        return replace(super().effects(layer), transforms=transforms, prepares=prepares)
 
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        found = later.becomes(LayerScheme(layer.shape)).rounding
-        if found is None or (found.grid, found.scale) != (GRIDS[self.activations], "token"):
+    def _mismatch(self, later: Effects) -> str | None:
+        rounding = later.scheme.rounding
+        if rounding is None or (rounding.grid, rounding.scale) != (GRIDS[self.activations], "token"):
             return f"it needs activations: {self.activations} with a scale per token; write the same in both passes"
-        return super().mismatch(layer, later)
+        return self.grid_mismatch(later)
 
     @property
     def rounding(self) -> InputRounding:

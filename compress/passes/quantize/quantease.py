@@ -16,6 +16,7 @@ from compress.layers.parts.outliers import OutliersPart, OutliersScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import Codes, quantize, spread, store
 from compress.numerics.quant.refine import descend, refine_bytes
+from compress.passes.contract.facts import Effects
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -71,11 +72,12 @@ class QuantEase(CompensatingPass, QuantizingPass):
     def _kept(self) -> Outliers:
         return Outliers(self.outliers, self.outlier_dtype)
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        rounded, count = super().becomes(before), self._kept.count(before.shape)
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects, count = super().effects(layer), self._kept.count(layer.shape)
         if not count:
-            return rounded
-        return rounded.with_parts(*rounded.parts, OutliersScheme(count, "position", self.outlier_dtype))
+            return effects
+        outliers = OutliersScheme(count, "position", self.outlier_dtype)
+        return replace(effects, scheme=effects.scheme.with_parts(*effects.scheme.parts, outliers))
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + 2 * refine_bytes(*size.shape)

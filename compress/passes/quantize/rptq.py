@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -20,11 +21,11 @@ from compress.models.structure.permutations import Permutation, permute
 from compress.numerics.kmeans import clusters
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.quant.inputs import group_ranges
-from compress.passes.contract.facts import Fact, LayerFacts, Log
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import InputRange
-from compress.passes.contract.passes import BlockPass, Pass
+from compress.passes.contract.passes import BlockPass
 
 Grouping = Literal["kmeans", "equal"]
 
@@ -58,7 +59,6 @@ class RPTQ(BlockPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.01089"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "activations_quantized", "cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
-    prepares: ClassVar[Fact | None] = "quantized"
 
     activations: Literal["int8", "int6", "int4", "int3"] = Field(default="int8", description="grid of the inputs")
     clusters: int = Field(default=32, gt=0, description="number of clusters of the input channels of each layer")
@@ -85,23 +85,17 @@ class RPTQ(BlockPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + sum(map(InputRange.memory_bytes, size.inputs))
 
-    def check(self, layer: LayerFacts) -> str | None:
-        width = layer.shape[1]
+    def effects(self, layer: LayerScheme) -> Effects:
+        problem, width = None, layer.shape[1]
         if self.clusters > width:
-            return f"its {width} inputs have no {self.clusters} clusters; use clusters: {width} or fewer"
-        return super().check(layer)
-
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return before.with_transform(self.rounding_scheme(before.shape[1], self.reorder == "all"))
-
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        found = self.becomes(before)
-        return found.with_transform(PermutationScheme()) if self.reorder == "all" else found
-
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        if later.becomes(LayerScheme(layer.shape)).rounding is None:
-            return None
-        return "it would round the inputs in another way; leave activations out of it"
+            problem = f"its {width} inputs have no {self.clusters} clusters; use clusters: {width} or fewer"
+        return replace(
+            super().effects(layer),
+            scheme=layer.with_transform(self.rounding_scheme(width, self.reorder == "all")),
+            transforms=(PermutationScheme(),) if self.reorder == "all" else (),
+            problem=problem,
+            prepares=Preparation("quantized", _mismatch),
+        )
 
     def rounding_scheme(self, width: int, contiguous: bool) -> RoundingScheme:
         """The scheme of inputs of this width. contiguous: whether the channels are in the order of their clusters."""
@@ -192,6 +186,12 @@ class RPTQ(BlockPass):
         free = len(link.parts.unique()) == 1 and len(link.parts) == len(link.slots)
         packed = any(_quantized(block, name) or _masked(block, name) for name in link.sources)
         return free and not packed and set(link.readers) == set(names)
+
+
+def _mismatch(later: Effects) -> str | None:
+    if later.scheme.rounding is None:
+        return None
+    return "it would round the inputs in another way; leave activations out of it"
 
 
 def cluster(

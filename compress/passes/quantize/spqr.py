@@ -23,7 +23,7 @@ from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.quant.refine import refine_bytes, refined
 from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
 from compress.numerics.quant.weighted_search import importance_of
-from compress.passes.contract.facts import Fact
+from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -73,10 +73,11 @@ class SpQR(CompensatingPass):
     def _kept(self) -> Outliers:
         return Outliers(self.outliers, self.outlier_dtype)
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        count = self._kept.count(before.shape)
-        apart = (OutliersScheme(count, "position", self.outlier_dtype),) if count else ()
-        return before.with_parts(CodesScheme(self.grid, self._size, symmetric=False), *apart)
+    def effects(self, layer: LayerScheme) -> Effects:
+        count = self._kept.count(layer.shape)
+        outliers = (OutliersScheme(count, "position", self.outlier_dtype),) if count else ()
+        scheme = layer.with_parts(CodesScheme(self.grid, self._size, symmetric=False), *outliers)
+        return replace(super().effects(layer), scheme=scheme)
 
     @property
     def _size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -18,10 +19,10 @@ from compress.models.kinds.objective import LMObjective, check_learns
 from compress.models.structure.blocks import find_blocks
 from compress.numerics.kmeans import kmeans
 from compress.passes.contract.context import Run
-from compress.passes.contract.facts import Fact, LayerFacts, Requirements
+from compress.passes.contract.facts import Effects, Fact, Requirements
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
-from compress.passes.contract.passes import ModelPass
+from compress.passes.contract.passes import ModelPass, works_on
 from compress.passes.families.codebooks import Outliers, look_up, with_outliers
 from compress.sweep.install import adapt
 from compress.train.fisher import fisher
@@ -71,8 +72,12 @@ class SqueezeLLM(ModelPass):
         learns = self.sensitivity == "fisher"
         return Requirements(data=learns, objective=learns)
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        return with_outliers(before, CodebookScheme(self.bits), *self._kept)
+    def effects(self, layer: LayerScheme) -> Effects:
+        problem, width = None, layer.shape[1]
+        if 2**self.bits > width:
+            problem = f"a dictionary of {2**self.bits} values is larger than its rows of {width}; use fewer bits"
+        scheme = with_outliers(layer, CodebookScheme(self.bits), *self._kept)
+        return replace(super().effects(layer), scheme=scheme, problem=problem)
 
     @property
     def _kept(self) -> tuple[Outliers, Outliers]:
@@ -83,11 +88,6 @@ class SqueezeLLM(ModelPass):
         # squared gradients, one gradient at a time, the activations of a sequence; then a layer's k-means in float64
         return 4 * size.weights + size.forward_bytes + 12 * 8 * size.largest
 
-    def check(self, layer: LayerFacts) -> str | None:
-        if 2**self.bits > layer.shape[1]:
-            return f"a dictionary of {2**self.bits} values is larger than its rows of {layer.shape[1]}; use fewer bits"
-        return super().check(layer)
-
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         if self.sensitivity == "fisher":
             check_learns(lm_objective, where, "write sensitivity: none")
@@ -96,7 +96,7 @@ class SqueezeLLM(ModelPass):
     def apply(self, model: nn.Module, run: Run) -> None:
         label, dtype = run.label or self.key(), next(model.parameters()).dtype
         inside = tuple(f"{block.name}." for block in find_blocks(model))
-        names = [name for name in linears(model) if name.startswith(inside) and self.takes(name)]
+        names = [name for name in linears(model) if name.startswith(inside) and works_on(self, name)]
         found = self._fisher(model, run, label) if self.sensitivity == "fisher" else {}
         for done, name in enumerate(names, start=1):
             layer = replace_linear(model, name)
@@ -115,7 +115,7 @@ class SqueezeLLM(ModelPass):
         def told(done: int) -> None:
             run.journal.add("progress", label, "gradients of sequences", done=done, of=len(ids))
 
-        with trainable(model, ("weights",), self.takes, run.storage, label) as student:
+        with trainable(model, ("weights",), partial(works_on, self), run.storage, label) as student:
             return fisher(student, objective, ids, label, told)
 
     def rounded(

@@ -22,6 +22,7 @@ from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Requirements
 from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.passes import works_on
 from compress.passes.families.reshaping import ReshapingPass
 
 SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3, a wrong block more
@@ -46,7 +47,6 @@ class DropBlocks(ReshapingPass):
         "first."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
-    rehearsed: ClassVar[bool] = False  # the blocks, and so the errors, depend on the data
 
     count: int | None = Field(default=None, ge=1, description="number of blocks to remove")
     sparsity: float | None = Field(
@@ -68,7 +68,8 @@ class DropBlocks(ReshapingPass):
 
     @property
     def requires(self) -> Requirements:
-        return replace(super().requires, objective=self.by == "loss")
+        # no rehearsal: the data decide which blocks are removed, and so the errors
+        return replace(super().requires, objective=self.by == "loss", rehearsal=None)
 
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         check_learns(lm_objective, where, "write by: influence")
@@ -121,7 +122,7 @@ class DropBlocks(ReshapingPass):
         if wrong := [i for i in self.keep if not -len(blocks) <= i < len(blocks)]:
             raise TargetError(f"{where}: keep names block {wrong[0]}, but the last one is {len(blocks) - 1}")
         kept = {i % len(blocks) for i in self.keep}
-        whole = [b.index for b in blocks if all(self.takes(f"{b.name}.{name}") for name in linears(b.module))]
+        whole = [b.index for b in blocks if all(works_on(self, f"{b.name}.{name}") for name in linears(b.module))]
         free = [i for i in whole if i not in kept]
         if self.by == "spacing":
             return self._spaced(number, free, blocks, where)

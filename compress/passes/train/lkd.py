@@ -40,7 +40,14 @@ class LKD(ReconstructionPass):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(data=True, reference=self.error == "asymmetric", original=True, training=True, batches=True)
+        return Requirements(
+            data=True,
+            reference=self.error == "asymmetric",
+            original=True,
+            training=True,
+            trains=self.train or (),
+            batches=True,
+        )
 
     def memory(self, size: ProblemSize) -> int:
         """As for any training, plus the decoded codes as floats, which every step multiplies by the scales."""

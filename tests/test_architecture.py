@@ -104,6 +104,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.passes.quantize.squeezellm": "codebooks and outliers",
     "compress.recipe.schema": "the value that YAML spells",
     "compress.sweep.sweep": "the one loop over the blocks",
+    "compress.passes.families.quantizing": "joins grids, overrides, budgets and rounding in the options of passes",
 }
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""

@@ -6,33 +6,32 @@ error of rounding to nearest. The sum of the costs is made least within the budg
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from compress.errors import TargetError
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.select import ModuleNames
 from compress.numerics.budget import within_budget
 from compress.numerics.linalg import Regularization
-from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import Grid, IntGrid
 from compress.passes.contract.context import Run
-from compress.passes.contract.layers import Layer, Surveyed
+from compress.passes.contract.layers import Surveyed
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
 from compress.passes.contract.options import DENSE, OptionError, Options, Override, read_overrides
 from compress.passes.contract.passes import AnyPass, Pass, Survey, works_on
-from compress.passes.families.overridden import Overridden
 from compress.train.curvature import hessian_traces, weight_curvature
+
+if TYPE_CHECKING:
+    from compress.passes.families.quantizing import Quantizing
 
 SEED = 0
 FOLLOWING = ("weights", "group_size", "symmetric", "scale")
@@ -127,9 +126,9 @@ def remaining(seen: Gram) -> float:
 class BitSurvey(Survey):
     """What every choice costs in every layer, and the choices within the budget."""
 
-    def __init__(self, step: Allocating, options: Bits) -> None:
+    def __init__(self, step: Quantizing, options: Bits) -> None:
         self.options, self.choices = options, options.choices_for(step.grid)
-        self.step, self.steps = step, [step.chosen(choice) for choice in self.choices]
+        self.step, self.steps = step, step.with_choices(self.choices)
         self.curvature: dict[str, Tensor] = {}
         self.traces: dict[str, float] = {}
 
@@ -149,7 +148,7 @@ class BitSurvey(Survey):
     def prepare(
         self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
     ) -> None:
-        processes, mine = run.processes, [name for name in names if self.step.divides(name)]
+        processes, mine = run.processes, [name for name in names if divides(self.step, name)]
         rows = [row for batch in batches for row in batch.split(1)]
         rows = rows[: -(-self.options.sequences // processes.size)]
         message = f"derivatives of the model, by: {self.options.by}"
@@ -168,14 +167,14 @@ class BitSurvey(Survey):
             self.traces = {name: sum(one[name] for one in every) / places for name in traces}
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Costs]:
-        return {one.layer.name: self._costs(one) for one in block if self.step.divides(one.layer.name)}
+        return {one.layer.name: self._costs(one) for one in block if divides(self.step, one.layer.name)}
 
     def _costs(self, one: Surveyed) -> Costs:
         weight, options = one.weight, []
         left = 1.0 if self.step.compensates is None else remaining(one.seen)
         for step in self.steps:
             wrong = step.nearest(weight, one.layer).dense() - weight
-            bits = step.bits_per_weight(one.module.shape) * weight.numel()
+            bits = bits_per_weight(step, one.module.shape) * weight.numel()
             options.append((bits, left * self._cost(one, wrong)))
         return Costs(one.together, weight.numel(), tuple(options))
 
@@ -207,8 +206,7 @@ class BitSurvey(Survey):
         return tuple(self.steps)
 
     def settled(self, step: AnyPass, allocated: Mapping[str, Choice]) -> AnyPass:
-        assert isinstance(step, Allocating)
-        overrides = list(step.overrides)
+        overrides = list(self.step.overrides)
         for choice in self.choices:
             names = tuple(name for name, chosen in allocated.items() if chosen == choice)
             if names:
@@ -224,93 +222,74 @@ class BitSurvey(Survey):
         return "layers by choice: " + "; ".join(f"{text}: {count}" for text, count in Counter(texts).most_common())
 
 
-class Allocating(Overridden):
-    """A quantizing pass that may divide a budget of bits among its layers."""
+def check_choices(step: Quantizing, allocate: Bits) -> None:
+    """Raise OptionError for choices that are no options of the pass, skip layers, or are equal."""
+    kind, choices = type(step), allocate.choices_for(step.grid)
+    base = {name: getattr(step, name) for name in kind.model_fields if name not in ("overrides", "allocate")}
+    spelled = [{"targets": "*", **choice.options} for choice in choices]
+    read_overrides(kind, base, spelled, ("allocate", "choices"))
+    if any(choice.options.get("weights") == DENSE for choice in choices):
+        raise OptionError(("allocate", "choices"), "weights: none is no choice; name such layers in overrides")
+    if len({repr(sorted(choice.options.items())) for choice in choices}) < len(choices):
+        raise OptionError(("allocate", "choices"), "two of them are equal")
 
-    allocate: Bits | None = Field(
-        default=None,
-        description="divide a budget of bits among the layers: {bits: 3.5}, or {bits: 3.5, by: hawq, choices: [...]}; "
-        "it replaces weights; layers that servers compute as one are alike",
-    )
 
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if self.allocate is None:
-            return
-        choices = self.allocate.choices_for(self.grid)
-        base = {name: getattr(self, name) for name in type(self).model_fields if name not in ("overrides", "allocate")}
-        read_overrides(type(self), base, [{"targets": "*", **one.options} for one in choices], ("allocate", "choices"))
-        if any(one.options.get("weights") == DENSE for one in choices):
-            raise OptionError(("allocate", "choices"), "weights: none is no choice; name such layers in overrides")
-        if len({repr(sorted(one.options.items())) for one in choices}) < len(choices):
-            raise OptionError(("allocate", "choices"), "two of them are equal")
+def stated_options(allocate: Bits, grid: Grid) -> list[str]:
+    """Return the options that all choices state, in alphabetical order; those of the pass have no effect."""
+    return sorted(set.intersection(*[set(choice.options) for choice in allocate.choices_for(grid)]))
 
-    def without_effect(self) -> dict[str, str]:
-        if self.allocate is None:
-            return super().without_effect()
-        stated = [set(choice.options) for choice in self.allocate.choices_for(self.grid)]
-        reason = "with allocate, whose choices all state it; leave it out"
-        return super().without_effect() | dict.fromkeys(sorted(set.intersection(*stated)), reason)
 
-    @property
-    def compensates(self) -> type[Gram] | None:
-        """The statistics by which later columns compensate the errors of earlier ones; None: no compensation."""
-        return None
+def divides(step: Quantizing, name: str) -> bool:
+    """Return whether the budget of a pass is for this layer: no override names it."""
+    return not any(override.takes(name) for override in step.overrides)
 
-    @abstractmethod
-    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
-        """Round each weight to the nearest value of the grid; it needs no inputs."""
 
-    def chosen(self, choice: Choice) -> Self:
-        """The pass with the options of a choice, for one layer."""
-        return self._with_override(Override.model_validate({"targets": ("*",), **choice.options}))
+def bits_per_weight(step: Quantizing, shape: tuple[int, int]) -> float:
+    """Return the bits per weight that a pass stores for a layer (out, in), with scales of 16 bits."""
+    scheme = step.effects(LayerScheme(shape)).scheme
+    return 8 * scheme.size_bytes(torch.float16) / (shape[0] * shape[1])
 
-    def _with_override(self, override: Override) -> Self:
-        return super()._with_override(override).model_copy(update={"allocate": None})
 
-    def divides(self, name: str) -> bool:
-        """Whether the budget is for this layer: no override names it."""
-        return not any(override.takes(name) for override in self.overrides)
+def budget_on_model(step: Quantizing, names: ModuleNames, where: str) -> dict[str, Any]:
+    """Return the changed options of a pass on a model: of the largest choice within the budget, until the run decides.
 
-    def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        """What the pass stores for a layer of this shape, with scales of 16 bits, in bits per weight."""
-        scheme = self.effects(LayerScheme(shape)).scheme
-        return 8 * scheme.size_bytes(torch.float16) / (shape[0] * shape[1])
+    Args:
+        where: the label of the pass, for errors.
 
-    def survey(self) -> Survey | None:
-        return super().survey() if self.allocate is None else BitSurvey(self, self.allocate)
+    Raises:
+        TargetError: if overrides name all layers, or for an impossible budget.
+    """
+    assert step.allocate is not None
+    inside = [name for name in names.linears if works_on(step, name) and divides(step, name)]
+    if not inside:
+        raise TargetError(f"{where} allocate: overrides name all of its layers; leave allocate out")
+    try:
+        return _start(step, {name: names.shapes[name] for name in inside}, step.allocate)
+    except ValueError as error:
+        raise TargetError(f"{where} allocate: {error}") from error
 
-    def on_model(self, names: ModuleNames, where: str) -> Self:
-        """With the largest choice that all layers can have within the budget, until the run decides."""
-        found = super().on_model(names, where)
-        if found.allocate is None:
-            return found
-        inside = [name for name in names.linears if works_on(found, name) and found.divides(name)]
-        if not inside:
-            raise TargetError(f"{where} allocate: overrides name all of its layers; leave allocate out")
-        try:
-            return found._begun({name: names.shapes[name] for name in inside}, found.allocate)
-        except ValueError as error:
-            raise TargetError(f"{where} allocate: {error}") from error
 
-    def _begun(self, shapes: Mapping[str, tuple[int, int]], allocate: Bits) -> Self:
-        """The pass with one choice for all, and all choices complete. Raises ValueError for an impossible budget."""
-        choices = allocate.choices_for(self.grid)
-        steps = [self.chosen(choice) for choice in choices]
-        weights = {name: rows * width for name, (rows, width) in shapes.items()}
-        sizes = [
-            sum(step.bits_per_weight(shape) * weights[name] for name, shape in shapes.items()) / sum(weights.values())
-            for step in steps
-        ]
-        if not min(sizes) <= allocate.bits <= max(sizes):
-            reached = f"the choices reach {min(sizes):.4g} to {max(sizes):.4g} bits per weight"
-            raise ValueError(f"bits {allocate.bits:g}: {reached}")
-        fitting = [i for i, size in enumerate(sizes) if size <= allocate.bits]
-        first = steps[max(fitting, key=lambda i: sizes[i])]
-        if allocate.choices is None:  # the costs of far larger errors are too low: they are of second order
-            last = fitting[-1]
-            choices, steps = choices[last : last + 2], steps[last : last + 2]
-        changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))
-        complete = tuple(Choice.model_validate({name: getattr(step, name) for name in changed}) for step in steps)
-        values = {name: getattr(first, name) for name in changed}
-        return self.model_copy(update={**values, "allocate": allocate.model_copy(update={"choices": complete})})
+def _start(step: Quantizing, shapes: Mapping[str, tuple[int, int]], allocate: Bits) -> dict[str, Any]:
+    """Return the options of one choice for all layers, and all choices complete.
+
+    Raises ValueError for an impossible budget.
+    """
+    choices = allocate.choices_for(step.grid)
+    steps = step.with_choices(choices)
+    weights = {name: rows * width for name, (rows, width) in shapes.items()}
+    sizes = [
+        sum(bits_per_weight(own, shape) * weights[name] for name, shape in shapes.items()) / sum(weights.values())
+        for own in steps
+    ]
+    if not min(sizes) <= allocate.bits <= max(sizes):
+        reached = f"the choices reach {min(sizes):.4g} to {max(sizes):.4g} bits per weight"
+        raise ValueError(f"bits {allocate.bits:g}: {reached}")
+    fitting = [i for i, size in enumerate(sizes) if size <= allocate.bits]
+    largest = steps[max(fitting, key=lambda i: sizes[i])]
+    if allocate.choices is None:  # the costs of far larger errors are too low: they are of second order
+        start = fitting[-1]
+        choices, steps = choices[start : start + 2], steps[start : start + 2]
+    changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))
+    complete = tuple(Choice.model_validate({name: getattr(step, name) for name in changed}) for step in steps)
+    values = {name: getattr(largest, name) for name in changed}
+    return {**values, "allocate": allocate.model_copy(update={"choices": complete})}

@@ -8,22 +8,32 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxtyping import Float
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from compress.errors import NumericError
 from compress.layers.base import WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.models.structure.select import ModuleNames
 from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
 from compress.numerics.quant.rounding import GridOptions
 from compress.passes.contract.facts import Effects, Fact, MakeObserver, Requirements
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax
-from compress.passes.contract.passes import ActivationScale, LayerPass
-from compress.passes.families.bits import Allocating
+from compress.passes.contract.options import INHERITED, Override, read_overrides
+from compress.passes.contract.passes import ActivationScale, LayerPass, Survey
+from compress.passes.families.bits import Bits, BitSurvey, Choice, budget_on_model, check_choices, stated_options
+from compress.passes.families.overridden import (
+    check_overrides,
+    inherited_options,
+    overrides_on_model,
+    with_fallbacks,
+)
+from compress.passes.families.weight_grid import GridName, WeightGrid
 
 
 def _search(value: Any) -> Any:
@@ -45,12 +55,25 @@ ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
 InputGrid = Literal["none", "int8", "fp8_e4m3", "int4", "mxfp4", "nvfp4"]
 
 
-class Quantizing(Allocating):
+class Quantizing(WeightGrid):
     """The common options of all quantizing passes."""
 
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
+    fallback: GridName | None = Field(
+        default=None,
+        description="grid, in groups of 32, for layers whose inputs are no multiple of the super-blocks of `weights`; "
+        "without it such a layer is an error",
+    )
+    overrides: tuple[Override, ...] = Field(
+        default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none skips layers"
+    )
+    allocate: Bits | None = Field(
+        default=None,
+        description="divide a budget of bits among the layers: {bits: 3.5}, or {bits: 3.5, by: hawq, choices: [...]}; "
+        "it replaces weights; layers that servers compute as one are alike",
+    )
     scale: ScaleOption = Field(
         default="absmax",
         description="'absmax' covers the range; 'mse' clips it to the range with the least error; 'importance': the "
@@ -77,6 +100,58 @@ class Quantizing(Allocating):
         description="share of the largest magnitude that a scale computed at run time covers; QuaRot: 0.9 for int4",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_overrides(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "overrides" not in data:
+            return data
+        base = {name: value for name, value in data.items() if name != "overrides"}
+        cls.model_validate(base)  # the pass's own mistakes come first
+        return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
+
+    @classmethod
+    def under(cls, base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of the pass that hold under an override."""
+        return inherited_options(base, changed, cls.model_fields["weights"].default)
+
+    def with_override(self, override: Override) -> Self:
+        """Return the pass with the options of an override, for one layer."""
+        own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
+        own = {**self.under(own, override.options), **override.options}
+        return type(self).model_validate(own, context=INHERITED).model_copy(update={"allocate": None})
+
+    def with_choices(self, choices: Sequence[Choice]) -> tuple[Self, ...]:
+        """Return the pass with the options of each choice of `allocate`, for one layer."""
+        overrides = [Override.model_validate({"targets": ("*",), **choice.options}) for choice in choices]
+        return tuple(self.with_override(override) for override in overrides)
+
+    def variants(self) -> list[Self]:
+        """Return the pass with its own options, and with those of each override."""
+        return [self, *(self.with_override(override) for override in self.overrides if not override.dense)]
+
+    def on_model(self, names: ModuleNames, where: str) -> Self:
+        step = super().on_model(names, where)
+        # layers outside of the blocks are named by the patterns of the recipe
+        overrides = overrides_on_model(step, names.reached(self.targets), names, where)
+        step = step if overrides == step.overrides else step.model_copy(update={"overrides": overrides})
+        step = step.model_copy(update={"overrides": with_fallbacks(step, names)})
+        check_overrides(step, names, where)
+        return step if step.allocate is None else step.model_copy(update=budget_on_model(step, names, where))
+
+    def for_layer(self, name: str) -> Self | None:
+        for override in self.overrides:
+            if override.takes(name):
+                return None if override.dense else self.with_override(override)
+        return self
+
+    def survey(self) -> Survey | None:
+        return super().survey() if self.allocate is None else BitSurvey(self, self.allocate)
+
+    @property
+    def compensates(self) -> type[Gram] | None:
+        """The statistics by which later columns compensate the errors of earlier ones; None: no compensation."""
+        return None
+
     @classmethod
     def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
         """Also the scale search of the grid; that of 'importance' needs scales of parts of a row."""
@@ -91,9 +166,11 @@ class Quantizing(Allocating):
         scheme, rounding = layer.with_parts(codes), self.rounding_scheme
         inputs = [self.activations, *(override.options.get("activations", "none") for override in self.overrides)]
         activations: frozenset[Fact] = frozenset({"activations_quantized"})
+        dense = tuple(pattern for override in self.overrides if override.dense for pattern in override.targets)
         effects = super().effects(layer)
         return replace(
             effects,
+            skipped=effects.skipped + dense,
             scheme=scheme if rounding is None else scheme.with_transform(rounding),
             facts=effects.facts | (activations if set(inputs) != {"none"} else frozenset()),
             problem=self._problem(layer.shape[1]),
@@ -190,10 +267,15 @@ class Quantizing(Allocating):
         idle = {} if reason is None else {"signed_scales": f"{reason}: scales are positive; leave it out"}
         if self.input_grid is None or self.activation_scale == "static":
             idle["activation_clip"] = "no scale of inputs is computed at run time; leave it out"
+        if self.allocate is not None:
+            reason = "with allocate, whose choices all state it; leave it out"
+            idle = dict.fromkeys(stated_options(self.allocate, self.grid), reason) | idle
         return super().without_effect() | idle
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        if self.allocate is not None:
+            check_choices(self, self.allocate)
         if self.scale == "importance" and not self.weighs_columns:
             raise ValueError("scale: importance needs the inputs of a layer, as gptq has them; use scale: mse")
         if self.scale == "importance" and self.group_size == "tensor":
@@ -223,6 +305,7 @@ class Quantizing(Allocating):
         )
 
     def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        """Round each weight to the nearest value of the grid; it needs no inputs."""
         options = self.grid_options(layer)
         search = "mse" if options.search == "importance" else options.search  # no inputs weigh the columns here
         return quantize(

@@ -29,7 +29,7 @@ from compress.data import ids as ids_of
 from compress.data.ids import token_ids
 from compress.models.structure.blocks import find_blocks
 from compress.native.library import library
-from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.journal import Journal, JournalEntry
 
 # Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
 _any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -207,11 +207,11 @@ def stop():
     """stop(recipe, folder, here): a run that is interrupted at an entry of its journal; by default, when its second
     block is on disk."""
 
-    def second_block(entry: Entry) -> bool:
+    def second_block(entry: JournalEntry) -> bool:
         return entry.kind == "block" and entry.figures["block"] == 1
 
-    def interrupted(recipe: Recipe, folder: Path, here: Callable[[Entry], bool] = second_block) -> None:
-        def listener(entry: Entry) -> None:
+    def interrupted(recipe: Recipe, folder: Path, here: Callable[[JournalEntry], bool] = second_block) -> None:
+        def listener(entry: JournalEntry) -> None:
             if here(entry):
                 raise KeyboardInterrupt
 

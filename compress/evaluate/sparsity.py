@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from math import prod
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from compress.evaluate.base import EvaluationContext, Evaluator, Record
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
-from compress.passes.contract.facts import ANY_LAYER, Zeros
+from compress.passes.contract.facts import ANY_LAYER, RequiredSparsity
 from compress.passes.contract.passes import LayerPass, Step
 
 TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
@@ -85,7 +84,9 @@ def check_sparsity(
             shares = {name: float((_layer(model, name).weight == 0).float().mean()) for name in uniform}
             zeros_by_layer = {name: {"asked": share, "due": share} for name, share in shares.items()}
         else:
-            zeros_by_layer = {name: asdict(zeros) for name, zeros in uniform.items()}
+            zeros_by_layer = {
+                n: {"asked": z.requested_sparsity, "due": z.expected_sparsity} for n, z in uniform.items()
+            }
         if missing := [name for name in names if name not in zeros_by_layer]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
         _check_mean(label, zeros_by_layer, uniform, model)
@@ -108,15 +109,21 @@ def _layer(model: nn.Module, name: str) -> CompressedLinear:
 
 
 def _check_mean(
-    label: str, zeros_by_layer: Mapping[str, Mapping[str, Any]], uniform: Mapping[str, Zeros], model: nn.Module
+    label: str,
+    zeros_by_layer: Mapping[str, Mapping[str, Any]],
+    uniform: Mapping[str, RequiredSparsity],
+    model: nn.Module,
 ) -> None:
     """Check that the mean sparsity of the layers is that of the pass. Dense tails are not counted."""
     weights_in_units = {
-        name: prod(_layer(model, name).shape) * z.due / z.asked if z.asked else 1.0 for name, z in uniform.items()
+        name: prod(_layer(model, name).shape) * z.expected_sparsity / z.requested_sparsity
+        if z.requested_sparsity
+        else 1.0
+        for name, z in uniform.items()
     }
     total = sum(weights_in_units.values())
     mean = sum(zeros_by_layer[name]["asked"] * size for name, size in weights_in_units.items()) / total
-    requested = sum(uniform[name].asked * size for name, size in weights_in_units.items()) / total
+    requested = sum(uniform[name].requested_sparsity * size for name, size in weights_in_units.items()) / total
     if abs(mean - requested) > TOLERANCE:
         raise VerificationError(f"{label}: sparsity {requested:g} was asked, but the mean of the layers is {mean:.4f}")
 

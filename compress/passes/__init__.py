@@ -24,14 +24,14 @@ class Registry(Mapping[str, "type[Pass]"]):
     """The passes of this package by key, in alphabetical order; each is imported when it is looked up."""
 
     def __init__(self) -> None:
-        here = Path(__file__).parent
-        kinds = {file.name: kind for kind in KINDS for file in pkgutil.iter_modules([str(here / kind)])}
+        folder = Path(__file__).parent
+        kinds = {file.name: kind for kind in KINDS for file in pkgutil.iter_modules([str(folder / kind)])}
         self._kinds = dict(sorted(kinds.items()))
 
     def __getitem__(self, key: str) -> type[Pass]:
-        found: type[Any] | None = class_of_file(import_module(f"{__name__}.{self._kinds[key]}.{key}"), key, object)
-        assert found is not None, f"{key}.py defines no class"
-        return found
+        pass_class: type[Any] | None = class_of_file(import_module(f"{__name__}.{self._kinds[key]}.{key}"), key, object)
+        assert pass_class is not None, f"{key}.py defines no class"
+        return pass_class
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kinds)
@@ -43,7 +43,7 @@ class Registry(Mapping[str, "type[Pass]"]):
         return key in self._kinds
 
     def kind(self, key: str) -> str:
-        """The folder of a pass, such as 'quantize'."""
+        """Return the folder of a pass, such as 'quantize'."""
         return self._kinds[key]
 
 

@@ -28,8 +28,8 @@ from compress.errors import CannotRun, OutputError, call_foreign
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
-from compress.passes.contract.context import Cost, Run
-from compress.passes.contract.journal import Entry
+from compress.passes.contract.context import PhaseCost, Run
+from compress.passes.contract.journal import JournalEntry
 from compress.passes.contract.passes import Step
 from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
@@ -213,7 +213,7 @@ class Shards:
     def start(self, segments: Sequence[Segment]) -> int:
         """Resume from the files of an earlier start of the same run, and write the manifest."""
         manifest, at = self.manifest, 0
-        self.run.costs |= {name: Cost(**cost) for name, cost in manifest.costs.items()}
+        self.run.costs |= {name: PhaseCost(**cost) for name, cost in manifest.costs.items()}
         reached = manifest.reached
         if reached is not None and reached.is_intact(self._folder(reached.segment)):
             at = reached.segment + 1
@@ -243,7 +243,7 @@ class Shards:
             if entry is None or not restore_exact(self._folder(segment.index), entry, block.module, opened.device):
                 return False
             self._earlier.setdefault(block.name, []).extend(entry.results)
-        run.journal.entries[self._noted :] = [Entry(**values) for values in entry.journal]
+        run.journal.entries[self._noted :] = [JournalEntry(**values) for values in entry.journal]
         self._noted = len(run.journal.entries)
         return True
 
@@ -299,7 +299,7 @@ class Shards:
                 update_targets(self.steps, self.opened, self.run.format, first)
         self._earlier = {name: list(results) for name, results in reached.results.items()}
         self.run.training |= self.manifest.training
-        self.run.journal.entries += [Entry(**values) for values in reached.journal]
+        self.run.journal.entries += [JournalEntry(**values) for values in reached.journal]
 
     def _complete_snapshot(self, segment: Segment) -> None:
         with self.run.phase("save"):

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.journal import Journal, JournalEntry
 
 
 @contextmanager
@@ -56,7 +56,7 @@ class ProgressDisplay:
         """Leave the bar as it is and release the terminal."""
         self._bar.stop()
 
-    def hear(self, entry: Entry) -> None:
+    def hear(self, entry: JournalEntry) -> None:
         """Show an entry of the journal: a fallback, or progress."""
         if entry.kind == "fallback":
             self._console.print(f"{entry.kind}: {entry.where}: {entry.message}")

@@ -22,7 +22,7 @@ from compress.numerics.dtypes import bytes_of, rounded
 from compress.numerics.histogram import LayerHistograms, histogram
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
-from compress.passes.contract.facts import Log, Zeros
+from compress.passes.contract.facts import Log, RequiredSparsity
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.processes import Processes
 
@@ -130,7 +130,7 @@ def install(
     error = None if original_output is None else relative_error(layer(rows), original_output)
     input_histograms = None if rows is None or inputs is None else histogram(inputs, _product_inputs(layer, rows))
     zeros = solution.zeros
-    sparsities = (None, None) if zeros is None else (zeros.asked, zeros.due)
+    sparsities = (None, None) if zeros is None else (zeros.requested_sparsity, zeros.expected_sparsity)
     histograms = LayerHistograms(histogram(weight, stored), input_histograms)
     return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *sparsities, histograms)
 
@@ -174,16 +174,16 @@ def _product_inputs(layer: CompressedLinear, rows: Tensor) -> Tensor:
     return x if layer.rounding is None else layer.rounding(x)
 
 
-def _check_mask(label: str, layer: CompressedLinear, mask_before: Tensor | None, zeros: Zeros) -> None:
+def _check_mask(label: str, layer: CompressedLinear, mask_before: Tensor | None, zeros: RequiredSparsity) -> None:
     """Check the number of weights that the mask removes.
 
     Raises:
         VerificationError: if the mask removes fewer than required, or more, if there was no mask before.
     """
     removed = 0 if layer.mask is None else int((~layer.mask).sum())
-    due = round(zeros.due * layer.shape[0] * layer.shape[1])
+    due = round(zeros.expected_sparsity * layer.shape[0] * layer.shape[1])
     if removed < due or (mask_before is None and removed > due):
-        message = f"sparsity {zeros.asked:g} requires {due} removed weights, but {removed} were removed"
+        message = f"sparsity {zeros.requested_sparsity:g} requires {due} removed weights, but {removed} were removed"
         raise VerificationError(f"{label}: {message}")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.layers.linear import replace_linear
 from compress.models.experts import ROUTED, in_experts, unroute
-from compress.passes.contract.journal import Entry
+from compress.passes.contract.journal import JournalEntry
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.observers import CrossGram, Gram, Nothing, Observer, without_data
 from compress.passes.contract.passes import LayerPass
@@ -52,7 +52,7 @@ class LayerWork:
             for name in members:
                 watch = self.steps[name].requires.layer_observer
                 if watch is not None:
-                    self.inputs[name] = watch(width, context.run.device)
+                    self.input_observers[name] = watch(width, context.run.device)
         self.allocated = allocated or {}
         self.results: list[LayerResult] = []
         self.reference: ReferenceBlock | None = None
@@ -144,7 +144,7 @@ class LayerWork:
                 self._solve_rows(name, shared_absmax[name])
             return
 
-        def solve(name: str) -> tuple[LayerResult, Solution, list[Entry]]:
+        def solve(name: str) -> tuple[LayerResult, Solution, list[JournalEntry]]:
             with journal.apart() as entries:
                 return *self._solve(name, shared_absmax[name]), entries
 

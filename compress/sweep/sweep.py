@@ -37,7 +37,7 @@ from compress.sweep.layers import LayerWork
 from compress.sweep.original import check_same_stream, needs_original
 from compress.sweep.reference import twin
 from compress.sweep.store import ActivationStore
-from compress.sweep.survey import SurveyTask, run_surveys
+from compress.sweep.survey import SurveyTask, report_notes, run_surveys
 
 EXPERT_TOKENS = 128  # the statistics of an expert with fewer tokens are unreliable
 
@@ -161,7 +161,7 @@ class Sweep:
                 lambda block, label: self._context(block, survey_state, f"{label} survey"),
                 lambda block, runs: self._enter(block, survey_state, runs),
             )
-        tell(tasks, self.allocated, self.run)
+        report_notes(tasks, self.allocated, self.run)
         survey_of = {task.label: task.survey for task in tasks}
         self.steps = [
             (label, survey_of[label].settled(step, self.allocated[label]) if label in survey_of else step, names)

@@ -52,7 +52,7 @@ from safetensors import SafetensorError, safe_open
 
 import compress
 from compress.checkpoint.containers.files import file_sha256
-from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.journal import Journal, JournalEntry
 from compress.passes.contract.processes import Processes
 from compress.pipeline.engine import segments
 
@@ -255,7 +255,7 @@ def work(recipe: compress.Recipe, out: Path, log: Path, where: Mapping[str, str]
         os.environ |= {**where, "RANK": rank, "LOCAL_RANK": rank}
     begin, file = time.monotonic(), log.open("a", buffering=1)
 
-    def listen(entry: Entry) -> None:
+    def listen(entry: JournalEntry) -> None:
         unit = unit_of(entry, time.monotonic() - begin)
         if unit is not None:
             file.write(json.dumps(vars(unit)) + "\n")
@@ -266,7 +266,7 @@ def work(recipe: compress.Recipe, out: Path, log: Path, where: Mapping[str, str]
         link.close()  # as at the end of a command: a process stays until the others have read its last values
 
 
-def unit_of(entry: Entry, seconds: float) -> Unit | None:
+def unit_of(entry: JournalEntry, seconds: float) -> Unit | None:
     """The finished unit of work that a line of the journal tells of."""
     if entry.kind == "block":
         return Unit("block", entry.message, entry.figures["segment"], seconds)

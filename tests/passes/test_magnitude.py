@@ -26,14 +26,14 @@ def test_what_is_kept_by_hand(layer_of, options, kept):
     solution = Magnitude(**options).solve(WEIGHT, None, layer_of())
     assert solution.mask.int().tolist() == kept
     assert torch.equal(solution.weight, WEIGHT * torch.tensor(kept))
-    assert solution.zeros.due == 1 - torch.tensor(kept).float().mean()
+    assert solution.zeros.expected_sparsity == 1 - torch.tensor(kept).float().mean()
 
 
 def test_a_tail_stays_dense_and_is_told(layer_of, notes):
     solution = Magnitude(pattern="2:4").solve(torch.ones(3, 10), None, layer_of())
     first = [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert solution.mask.int().tolist() == [first, [0, 0, 1, 1, 0, 0, 1, 1, 1, 1], first]
-    assert (solution.zeros.asked, solution.zeros.due) == (0.5, 0.4)
+    assert (solution.zeros.requested_sparsity, solution.zeros.expected_sparsity) == (0.5, 0.4)
     message = "pattern 2:4 fits the first 3 rows and 8 columns; the rest stays dense"
     assert notes == [("note", message, {"dense": 6})]
 

@@ -34,8 +34,8 @@ def test_the_output_error_is_less_than_that_of_pruning_alone(layer_of, pattern, 
     assert error(found.weight, weight, rows) < 0.85 * error(plain.weight, weight, rows)
     assert torch.equal(found.weight != 0, found.mask)
     assert not (found.weight[~found.mask].signbit()).any()
-    assert int((~found.mask).sum()) == round(found.zeros.due * weight.numel())
-    assert found.zeros.asked == 0.5
+    assert int((~found.mask).sum()) == round(found.zeros.expected_sparsity * weight.numel())
+    assert found.zeros.requested_sparsity == 0.5
 
 
 def test_removing_one_weight_leaves_the_least_squares_optimum(layer_of):
@@ -119,7 +119,7 @@ def test_a_tail_of_columns_stays_dense(layer_of, notes):
     for order in ORDERS:
         found = SparseGPT(pattern="2:4", act_order=order).solve(weight, seen_of(rows), layer_of())
         assert found.mask[:, 36:].all() and (found.mask[:, :36].reshape(-1, 4).sum(1) == 2).all()
-        assert found.zeros.due == 18 / 38
+        assert found.zeros.expected_sparsity == 18 / 38
     assert notes[0][1] == "pattern 2:4 fits the first 4 rows and 36 columns; the rest stays dense"
 
 

@@ -96,9 +96,9 @@ class KVCache(BlockPass):
             raise ValueError(f"symmetric: false needs integer grids; {symmetric[0]} has no zero point")
         idle = [kind for kind, name in (("keys", self.keys), ("values", self.values)) if name == UNROUNDED]
         if idle and self.hadamard in (*idle, "both"):
-            other = "values" if idle == ["keys"] else "keys"
+            quantized_kind = "values" if idle == ["keys"] else "keys"
             reason = f"hadamard: {self.hadamard} has no effect on {idle[0]}, which stay exact"
-            raise ValueError(f"{reason}; write hadamard: {other}, or leave it out")
+            raise ValueError(f"{reason}; write hadamard: {quantized_kind}, or leave it out")
 
     def without_effect(self) -> dict[str, str]:
         reason = "with scale: static; leave it out" if self.scale == "static" else "with keys: none; leave it out"
@@ -123,13 +123,13 @@ class KVCache(BlockPass):
         return size.forward_bytes
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        found, scheme = attentions_containing(block, inputs.names), self.cache
+        attention_of, scheme = attentions_containing(block, inputs.names), self.cache
         if self.scale == "token":
-            for attention in found.values():
+            for attention in attention_of.values():
                 round_cache(attention, scheme, (None, None))
             return
-        dtype, tops = next(block.parameters()).dtype, largest(block, found, inputs, scheme.transformed)
-        for name, attention in found.items():
+        dtype, tops = next(block.parameters()).dtype, largest(block, attention_of, inputs, scheme.transformed)
+        for name, attention in attention_of.items():
             pairs = zip(scheme.grids, tops[name], strict=True)
             of_keys, of_values = (g and fitted(g, top, inputs.storage).to(dtype) for g, top in pairs)
             round_cache(attention, scheme, (of_keys, of_values))
@@ -140,34 +140,36 @@ class KVCache(BlockPass):
 def largest(
     block: nn.Module, attentions: Mapping[str, nn.Module], inputs: BlockInputs, transformed: tuple[bool, bool]
 ) -> dict[str, list[Tensor]]:
-    """The largest magnitudes [keys, values] on the calibration text, by attention module.
+    """Return the largest magnitudes [keys, values] on the calibration text, by attention module.
 
-    transformed: whether keys, and whether values, are rounded after a Hadamard transform.
+    Args:
+        transformed: whether keys, and whether values, are rounded after a Hadamard transform.
 
-    Raises NumericError if one is not finite, or if no token reached the module.
+    Raises:
+        NumericError: if one is not finite, or if no token reached the module.
     """
-    found: dict[str, list[Tensor]] = {}
+    largest_of: dict[str, list[Tensor]] = {}
 
     def see(name: str, keys: Tensor, values: Tensor) -> None:
         pairs = zip((keys, values), transformed, strict=True)
         tops = [(spread(x.float()) if turned else x).abs().amax().float() for x, turned in pairs]
-        found[name] = [torch.maximum(*pair) for pair in zip(found.get(name, tops), tops, strict=True)]
+        largest_of[name] = [torch.maximum(*pair) for pair in zip(largest_of.get(name, tops), tops, strict=True)]
 
     with watching(attentions, see):
         for batch in range(inputs.batches):
             inputs.forward(block, batch)
-    for other in inputs.processes.gather(dict(found)):
-        for name, tops in other.items():
-            found[name] = [torch.maximum(*pair) for pair in zip(found.get(name, tops), tops, strict=True)]
+    for process_values in inputs.processes.gather(dict(largest_of)):
+        for name, tops in process_values.items():
+            largest_of[name] = [torch.maximum(*pair) for pair in zip(largest_of.get(name, tops), tops, strict=True)]
     for name in attentions:
-        if name not in found:
+        if name not in largest_of:
             raise NumericError(f"{inputs.label}.{name}: no calibration token reached its cache; use scale: token")
-        for kind, top in zip(("keys", "values"), found[name], strict=True):
+        for kind, top in zip(("keys", "values"), largest_of[name], strict=True):
             if not bool(top.isfinite()):
                 raise NumericError(f"{inputs.label}.{name}: {kind} contain NaN or infinity on the calibration text")
-    return found
+    return largest_of
 
 
 def fitted(grid: Grid, top: Float[Tensor, ""], storage: torch.dtype) -> Float[Tensor, " 1"]:
-    """The stored scale of a grid that covers the range from -top to top."""
+    """Return the stored scale of a grid that covers the range from -top to top."""
     return grid.fit(-top.reshape(1), top.reshape(1), True, storage)[0]

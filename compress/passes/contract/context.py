@@ -29,20 +29,21 @@ DEVICES = r"auto|cpu|cuda(:\d+)?"
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a recipe; 'auto' is CUDA if a CUDA device exists.
+    """Return the device of a recipe; 'auto' is CUDA if a CUDA device exists.
 
-    Raises RecipeError when this machine has no such device.
+    Raises:
+        RecipeError: when this machine has no such device.
     """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(("cuda" if found else "cpu") if name == "auto" else name)
-    if device.type == "cuda" and (device.index or 0) >= found:
-        known = f"only cuda:0 to cuda:{found - 1}" if found else "no CUDA device that torch can use"
-        raise RecipeError(f"device: {name} does not exist: this machine has {known}; write device: auto, or cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        available = f"only cuda:0 to cuda:{count - 1}" if count else "no CUDA device that torch can use"
+        raise RecipeError(f"device: {name} does not exist: this machine has {available}; write device: auto, or cpu")
     return device
 
 
 @dataclass
-class Cost:
+class PhaseCost:
     """Total time in seconds of a phase, and its peak memory in bytes: of the host, and of the accelerator if any."""
 
     seconds: float = 0.0
@@ -54,20 +55,27 @@ class Cost:
 class Run:
     """One run of a recipe.
 
-    device: the device that computes blocks. storage: the dtype of stored dense tensors, and of stored scales unless the
-    format fixes theirs; results are rounded to it before later layers are calibrated on them. format: the checkpoint
-    format; a solved layer is converted at once to a form that the format can store. sparse: the policy for storing only
-    the kept weights, if the format can. costs: seconds and peak memory per phase.
+    For passes over the whole model: label is the name of the current pass in errors and the journal.
 
-    For passes over the whole model: label is the name of the current pass in errors and the journal. calibration: token
-    ids [sequences, length], or None. open_teacher: a context manager that opens the uncompressed model, or another one
-    by its source; the model can run inside of the context, and each block is in memory only while it runs. work: a
-    folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
-    lm_objective: the language-model objective, if a pass uses it. open_original: opens the model before all passes,
-    those of earlier runs included; for passes that compare blocks which an earlier sweep compressed. training: the
-    report's record of each training pass, by label. ends: the stored forms of embedding and head by name, if the format
-    rounds them. processes: those that share the calibration sequences and the solving of layers; a pass over the whole
-    model sees all sequences in each of them. store_bytes: the memory limit of one store of activations.
+    Attributes:
+        device: the device that computes blocks.
+        storage: the dtype of stored dense tensors, and of stored scales unless the format fixes theirs; results are
+            rounded to it before later layers are calibrated on them.
+        format: the checkpoint format; a solved layer is converted at once to a form that the format can store.
+        sparse: the policy for storing only the kept weights, if the format can.
+        costs: seconds and peak memory per phase.
+        calibration: token ids [sequences, length], or None.
+        open_teacher: a context manager that opens the uncompressed model, or another one by its source; the model can
+            run inside of the context, and each block is in memory only while it runs.
+        work: a folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
+        lm_objective: the language-model objective, if a pass uses it.
+        open_original: opens the model before all passes, those of earlier runs included; for passes that compare blocks
+            which an earlier sweep compressed.
+        training: the report's record of each training pass, by label.
+        ends: the stored forms of embedding and head by name, if the format rounds them.
+        processes: those that share the calibration sequences and the solving of layers; a pass over the whole model
+            sees all sequences in each of them.
+        store_bytes: the memory limit of one store of activations.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -76,7 +84,7 @@ class Run:
     format: Format = field(default_factory=Native)
     sparse: SparsePolicy = "auto"
     journal: Journal = field(default_factory=Journal)
-    costs: dict[str, Cost] = field(default_factory=dict)
+    costs: dict[str, PhaseCost] = field(default_factory=dict)
     label: str = ""
     calibration: Tensor | None = None
     open_teacher: Callable[[str | None], AbstractContextManager[nn.Module]] | None = None
@@ -94,20 +102,21 @@ class Run:
         return self.format.scales_in(self.storage)
 
     def at(self, label: str) -> Run:
-        """The same run with the label of one pass; the journal and the costs are shared."""
+        """Return the same run with the label of one pass; the journal and the costs are shared."""
         return replace(self, label=label)
 
     def folder_of_pass(self) -> Path | None:
-        """The subfolder of the work folder for the current pass."""
+        """Return the subfolder of the work folder for the current pass."""
         return None if self.work is None else self.work / "".join(c if c.isalnum() else "-" for c in self.label)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time and the peak memory of the context to the phase `name`.
 
-        Raises ShortageError or DeviceError, with the name, where the memory or the device fails.
+        Raises:
+            ShortageError or DeviceError: with the name, where the memory or the device fails.
         """
-        cost = self.costs.setdefault(name, Cost())
+        cost = self.costs.setdefault(name, PhaseCost())
         begin = perf_counter()
         with PeakMemory(memory_of(self.device)) as memory, named_failures(name, self.device):
             try:

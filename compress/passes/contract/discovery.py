@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def is_class(value: object) -> TypeGuard[type]:
-    """Whether a value is a class. Python 3.10 also takes `dict[str, int]` for one, until `issubclass` is asked."""
+    """Return whether a value is a class. In Python 3.10, `dict[str, int]` is an instance of type, but no class."""
     return isinstance(value, type) and get_origin(value) is None
 
 

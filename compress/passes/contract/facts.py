@@ -11,7 +11,7 @@ import torch
 from compress.layers.base import TransformScheme
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.scheme import CacheScheme
-from compress.numerics.sparse.positions import Sparsity
+from compress.numerics.sparse.positions import SparseLayout
 
 if TYPE_CHECKING:
     from compress.passes.contract.observers import Observer
@@ -69,17 +69,17 @@ class Requirements:
 
 
 @dataclass(frozen=True)
-class Zeros:
+class RequiredSparsity:
     """The sparsity that a pruning pass must reach in a layer.
 
     Attributes:
-        asked: requested fraction of zeros.
-        due: fraction of zeros after `asked` is rounded to whole units of the pattern; columns and rows that the pattern
-            does not cover stay dense and are not counted as zeros.
+        requested_sparsity: requested fraction of zeros.
+        expected_sparsity: fraction of zeros after `requested_sparsity` is rounded to whole units of the pattern;
+            columns and rows that the pattern does not cover stay dense and are not counted as zeros.
     """
 
-    asked: float
-    due: float
+    requested_sparsity: float
+    expected_sparsity: float
 
 
 ANY_LAYER = LayerScheme((1, 1))
@@ -130,8 +130,8 @@ class Effects:
     transforms: tuple[TransformScheme, ...] = ()
     problem: str | None = None
     prepares: Preparation | None = None
-    sparsities: tuple[Sparsity, ...] = ()
-    zeros: Zeros | None = None
+    sparsities: tuple[SparseLayout, ...] = ()
+    zeros: RequiredSparsity | None = None
     uneven: bool = False
     cache: CacheScheme | None = None
     negative_scales: bool = False

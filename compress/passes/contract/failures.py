@@ -21,14 +21,14 @@ def named_failures(phase: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        named = _named(error, phase, device)
-        if named is None:
+        failure = _named(error, phase, device)
+        if failure is None:
             raise
-        raise named from error
+        raise failure from error
 
 
 def _named(error: RuntimeError | MemoryError, phase: str, device: torch.device) -> Failure | None:
-    """The error that says what failed; None for another error."""
+    """Return the error that says what failed; None for another error."""
     text = str(error)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(part in text for part in NO_MEMORY):
         return ShortageError(

@@ -16,14 +16,15 @@ PASSING = frozenset({"progress", "block", "segment"})
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One line of the journal.
 
-    kind: 'fallback' (a deviation from the recipe), 'note', or a kind that is not recorded: 'progress'; 'block' (a
-    finished block is on disk, a killed run continues after it; message: its name); 'segment' (the whole model is on
-    disk between two segments of the run; message: the last pass that worked on it). where: the pass and module
-    concerned.
-    figures: the numbers of the message.
+    Attributes:
+        kind: 'fallback' (a deviation from the recipe), 'note', or a kind that is not recorded: 'progress'; 'block' (a
+            finished block is on disk, a killed run continues after it; message: its name); 'segment' (the whole model
+            is on disk between two segments of the run; message: the last pass that worked on it).
+        where: the pass and module concerned.
+        figures: the numbers of the message.
     """
 
     kind: str
@@ -39,35 +40,35 @@ class Journal:
     A listener may raise: that stops the run, and the same call continues it.
     """
 
-    entries: list[Entry] = field(default_factory=list)
-    listeners: list[Callable[[Entry], None]] = field(default_factory=list)
+    entries: list[JournalEntry] = field(default_factory=list)
+    listeners: list[Callable[[JournalEntry], None]] = field(default_factory=list)
 
     def add(self, kind: str, where: str, message: str, **figures: Any) -> None:
         """Record an entry and pass it to the listeners; entries of `PASSING` kinds are passed on but not recorded."""
-        entry = Entry(kind, where, message, figures)
+        entry = JournalEntry(kind, where, message, figures)
         if kind not in PASSING:
             self.entries.append(entry)
         for listener in self.listeners:
             listener(entry)
 
     @contextmanager
-    def apart(self) -> Iterator[list[Entry]]:
+    def apart(self) -> Iterator[list[JournalEntry]]:
         """Collect the entries of the context in the yielded list instead of the journal; listeners do not hear them."""
-        kept, heard = self.entries, self.listeners
+        entries, heard = self.entries, self.listeners
         self.entries, self.listeners = [], []
         try:
             yield self.entries
         finally:
-            self.entries, self.listeners = kept, heard
+            self.entries, self.listeners = entries, heard
 
-    def replay(self, entries: Iterable[Entry]) -> None:
+    def replay(self, entries: Iterable[JournalEntry]) -> None:
         """Add entries of another journal."""
         for entry in entries:
             self.add(entry.kind, entry.where, entry.message, **entry.figures)
 
     def counts(self) -> dict[str, int]:
-        """The number of entries of each kind."""
-        found: dict[str, int] = {}
+        """Return the number of entries of each kind."""
+        counts: dict[str, int] = {}
         for entry in self.entries:
-            found[entry.kind] = found.get(entry.kind, 0) + 1
-        return found
+            counts[entry.kind] = counts.get(entry.kind, 0) + 1
+        return counts

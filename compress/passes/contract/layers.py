@@ -16,7 +16,7 @@ from compress.layers.linear import CompressedLinear, Weight
 from compress.models.structure.links import Group, Link
 from compress.models.structure.permutations import Permutation
 from compress.numerics.quant.codes import Codes
-from compress.passes.contract.facts import Log, Zeros
+from compress.passes.contract.facts import Log, RequiredSparsity
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.processes import Processes
 
@@ -25,12 +25,17 @@ from compress.passes.contract.processes import Processes
 class Layer:
     """The information for a solver in addition to the weight and the statistics.
 
-    name: full module name. mask: True where weights are kept, or None. storage: the dtype of stored scales. log:
-    log(kind, message, **figures) writes to the journal. inputs: the observer of `watches`, or None. shared_absmax: the
-    largest magnitude of all weights that read the same input, including this weight; servers fuse such layers, so the
-    common factor of their scales is computed from it. allocated: the layer's value from the survey of the pass.
-    unquantized: the weight before a pass of the same sweep quantized it, for passes that require it. negative_scales:
-    whether the readers of the format take negative scales of integers.
+    Attributes:
+        name: full module name.
+        mask: True where weights are kept, or None.
+        storage: the dtype of stored scales.
+        log: log(kind, message, **figures) writes to the journal.
+        inputs: the observer of `watches`, or None.
+        shared_absmax: the largest magnitude of all weights that read the same input, including this weight; servers
+            fuse such layers, so the common factor of their scales is computed from it.
+        allocated: the layer's value from the survey of the pass.
+        unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
+        negative_scales: whether the readers of the format take negative scales of integers.
     """
 
     name: str
@@ -44,25 +49,27 @@ class Layer:
     negative_scales: bool = False
 
     def of_rows(self, rows: slice) -> Layer:
-        """The same for some rows of the weight."""
-        mask, before = (None if t is None else t[rows] for t in (self.mask, self.unquantized))
-        return replace(self, mask=mask, unquantized=before)
+        """Return the same for some rows of the weight."""
+        mask, unquantized = (None if t is None else t[rows] for t in (self.mask, self.unquantized))
+        return replace(self, mask=mask, unquantized=unquantized)
 
 
 @dataclass(frozen=True)
 class Solution:
     """A solved layer.
 
-    weight: the replacement of all parts of the weight: floats, codes, or parts; None: the parts do not change. mask:
-    True where weights are kept; None: the mask does not change. transforms: input transforms; each replaces the
-    transform of its own kind. zeros: the sparsity that is due, which is checked in the checkpoint. added: further
-    parts of the weight.
+    Attributes:
+        weight: the replacement of all parts of the weight: floats, codes, or parts; None: the parts do not change.
+        mask: True where weights are kept; None: the mask does not change.
+        transforms: input transforms; each replaces the transform of its own kind.
+        zeros: the sparsity that is due, which is checked in the checkpoint.
+        added: further parts of the weight.
     """
 
     weight: Weight | None = None
     mask: Bool[Tensor, "out in"] | None = None
     transforms: tuple[InputTransform, ...] = ()
-    zeros: Zeros | None = None
+    zeros: RequiredSparsity | None = None
     added: tuple[WeightPart, ...] = ()
 
     @classmethod
@@ -79,13 +86,16 @@ class Solution:
 class Surveyed:
     """One layer in a survey.
 
-    seen: the survey's observer. rows: sampled inputs, [rows, in], or None. together: a name that is common to the
-    linears that servers compute as one: those of one module with the same input, and the same ones of all experts.
+    Attributes:
+        statistics: the survey's observer.
+        rows: sampled inputs, [rows, in], or None.
+        together: a name that is common to the linears that servers compute as one: those of one module with the same
+            input, and the same ones of all experts.
     """
 
     layer: Layer
     module: CompressedLinear
-    seen: Any
+    statistics: Any
     rows: Float[Tensor, "rows in"] | None
     together: str = ""
 
@@ -139,7 +149,7 @@ class BlockInputs(Protocol):
         ...
 
     def probe(self, block: nn.Module) -> Tensor:
-        """The output of the block (or of a copy) for one short fixed input, to prove rewrites."""
+        """Return the output of the block (or of a copy) for one short fixed input, to prove rewrites."""
         ...
 
     @property
@@ -148,15 +158,15 @@ class BlockInputs(Protocol):
         ...
 
     def forward(self, block: nn.Module, batch: int) -> Tensor:
-        """The output of the block (or a copy) for one batch."""
+        """Return the output of the block (or a copy) for one batch."""
         ...
 
     def reference(self, batch: int) -> Tensor:
-        """The uncompressed model's activations after this block; only for passes that require `reference`."""
+        """Return the uncompressed model's activations after this block; only for passes that require `reference`."""
         ...
 
     def original(self, batch: int) -> Tensor:
-        """The original block's output for the same inputs; only for passes that require `original`."""
+        """Return the original block's output for the same inputs; only for passes that require `original`."""
         ...
 
     @property
@@ -165,7 +175,7 @@ class BlockInputs(Protocol):
         ...
 
     def layer(self, name: str) -> Layer:
-        """The information for a solver about a linear."""
+        """Return the information for a solver about a linear."""
         ...
 
     def put(self, name: str, solution: Solution) -> None:

@@ -25,24 +25,24 @@ FILES = ("inactive_file", "active_file", "total_inactive_file", "total_active_fi
 def size_of(text: str | int) -> int:
     """Bytes of a size such as '8GB', '512 MB' or '6GiB'; an integer is a number of bytes. Raises UserError."""
     if isinstance(text, int) and not isinstance(text, bool):
-        found = text
+        size_bytes = text
     else:
         match = SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise UserError(f"memory: {text!r} is no size; write a number and a unit, such as 8GB, 512MB or 6GiB")
-        found = int(float(match[1]) * UNITS[match[2].upper()])
-    if found <= 0:
+        size_bytes = int(float(match[1]) * UNITS[match[2].upper()])
+    if size_bytes <= 0:
         raise UserError(f"memory: {text!r} is no memory at all; write a size above zero, such as 8GB")
-    return found
+    return size_bytes
 
 
 def limits_left(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> list[int]:
-    """Bytes that are left of each limit of this process: of its control groups, RLIMIT_DATA and RLIMIT_AS."""
-    return [max(0, left) for left in (*_of_groups(groups, membership), *_of_process())]
+    """Return bytes that are left of each limit of this process: of its control groups, RLIMIT_DATA and RLIMIT_AS."""
+    return [max(0, limit_bytes) for limit_bytes in (*_of_groups(groups, membership), *_of_process())]
 
 
 def _of_groups(groups: Path, membership: Path) -> Iterator[int]:
-    """The limits of the groups of this process and of the groups around them."""
+    """Return the limits of the groups of this process and of the groups around them."""
     with suppress(OSError):
         for line in membership.read_text().splitlines():
             _, kinds, inside = line.split(":", 2)
@@ -73,7 +73,7 @@ def _of_process() -> Iterator[int]:
     import resource
 
     used = psutil.Process().memory_info()
-    for kind, now in ((resource.RLIMIT_DATA, getattr(used, "data", used.rss)), (resource.RLIMIT_AS, used.vms)):
+    for kind, used_bytes in ((resource.RLIMIT_DATA, getattr(used, "data", used.rss)), (resource.RLIMIT_AS, used.vms)):
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY:
-            yield soft - now
+            yield soft - used_bytes

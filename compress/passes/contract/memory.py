@@ -20,15 +20,23 @@ STORE_BYTES = 4 << 30  # default memory limit of one store of activations; furth
 class ProblemSize:
     """The size of the model, of one block, or of one linear, that a pass works on.
 
-    weights: number of weights in dense linears. scales: number of scales in quantized linears. outside: number of
-    parameters outside of the blocks' linears. passed: number of inputs and outputs of all linears, per token.
-    vocabulary: vocabulary size; 0 for a block. length: tokens of one example: of a calibration sequence, or of a batch
-    for a block. itemsize: bytes per number of the dense model. packed: number of weights in quantized linears. inputs:
-    widths of the tensors that the pass's linears read. largest: number of weights of the largest linear. forward_bytes:
-    bytes of a forward pass of one example through a block. states_bytes: bytes of the outputs of a block for the whole
-    calibration text; for the model, of those that are not in files. outputs: for the model, numbers of the outputs of
-    all blocks, per token. hidden: channels of the hidden states between blocks. shape: (out, in) of the linear; only
-    `weights`, `itemsize` and `shape` are set for one.
+    Attributes:
+        weights: number of weights in dense linears.
+        scales: number of scales in quantized linears.
+        outside: number of parameters outside of the blocks' linears.
+        passed: number of inputs and outputs of all linears, per token.
+        vocabulary: vocabulary size; 0 for a block.
+        length: tokens of one example: of a calibration sequence, or of a batch for a block.
+        itemsize: bytes per number of the dense model.
+        packed: number of weights in quantized linears.
+        inputs: widths of the tensors that the pass's linears read.
+        largest: number of weights of the largest linear.
+        forward_bytes: bytes of a forward pass of one example through a block.
+        states_bytes: bytes of the outputs of a block for the whole calibration text; for the model, of those that are
+            not in files.
+        outputs: for the model, numbers of the outputs of all blocks, per token.
+        hidden: channels of the hidden states between blocks.
+        shape: (out, in) of the linear; only `weights`, `itemsize` and `shape` are set for one.
     """
 
     weights: int
@@ -49,7 +57,7 @@ class ProblemSize:
 
     @classmethod
     def of_linear(cls, shape: tuple[int, int], itemsize: int) -> ProblemSize:
-        """The size of one linear (out, in)."""
+        """Return the size of one linear (out, in)."""
         return cls(shape[0] * shape[1], 0, 0, 0, 0, 0, itemsize, shape=shape)
 
 
@@ -57,7 +65,7 @@ class DeviceMemory(Protocol):
     """The memory that torch has allocated on an accelerator."""
 
     def peak_bytes(self) -> int:
-        """The largest number of allocated bytes since the last `reset`."""
+        """Return the largest number of allocated bytes since the last `reset`."""
         ...
 
     def reset(self) -> None:
@@ -80,7 +88,7 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of an accelerator; None for a CPU."""
+    """Return the memory of an accelerator; None for a CPU."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
@@ -128,7 +136,7 @@ class PeakMemory:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that the process can still take without swapping: of the host, or of the device if that is less.
+    """Return bytes that the process can still take without swapping: of the host, or of the device if that is less.
 
     The limits of the control groups of the process, and of the process itself, count as the host's.
     """
@@ -137,7 +145,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def copies_limit(left_bytes: int) -> int:
-    """The most memory that copies of packed weights may take, where so much is left."""
+    """Return the most memory that copies of packed weights may take, where so much is left."""
     return left_bytes // COPIES_SHARE
 
 
@@ -154,10 +162,10 @@ def _watch() -> None:
     empty = 0.0
     while True:
         idle.wait(INTERVAL_SECONDS)
-        now = _resident()
+        resident = _resident()
         with PeakMemory._lock:
             for context in PeakMemory._open:
-                context.peak_bytes = max(context.peak_bytes, now)
+                context.peak_bytes = max(context.peak_bytes, resident)
             empty = 0.0 if PeakMemory._open else empty + INTERVAL_SECONDS
             if empty > 1:
                 PeakMemory._watching = False

@@ -49,7 +49,8 @@ class Observer(ABC):
     def combine(self, processes: Processes) -> None:
         """Combine everything but `tokens` with the other processes: sums, maxima, ...
 
-        Raises TargetError for an observer that does not define it.
+        Raises:
+            TargetError: for an observer that does not define it.
         """
         raise TargetError(
             f"{type(self).__name__}: does not say how statistics of several processes are combined; define combine, or "
@@ -76,9 +77,9 @@ class Nothing(Observer):
         return
 
 
-def without_data(seen: Observer) -> None:
+def without_data(statistics: Observer) -> None:
     """Feed substitute inputs to an observer without tokens: one token along each axis, uncorrelated, of equal size."""
-    seen.update(torch.eye(seen.width, device=seen.device))
+    statistics.update(torch.eye(statistics.width, device=statistics.device))
 
 
 class InputNorm(Observer):
@@ -212,10 +213,10 @@ class Gram(Observer):
         self._factors: dict[tuple[Regularization, bytes], tuple[Tensor, float]] = {}
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        for some in rows.split(self._chunk):
+        for chunk in rows.split(self._chunk):
             for n, slab in enumerate(self._slabs):
                 start = n * self._step
-                slab += some[:, start : start + self._step].T @ some[:, start:]
+                slab += chunk[:, start : start + self._step].T @ chunk[:, start:]
         self._factors.clear()
 
     def combine(self, processes: Processes) -> None:
@@ -244,15 +245,15 @@ class Gram(Observer):
     @property
     def hessian(self) -> Float[Tensor, "in in"]:
         """2/n X^T X."""
-        found = torch.zeros(self.width, self.width, device=self.device)
+        hessian = torch.zeros(self.width, self.width, device=self.device)
         for n, slab in enumerate(self._slabs):
             start = n * self._step
-            found[start : start + self._step, start:] = slab.triu()
-        found += found.triu(1).T
-        return found.mul_(2 / max(self.tokens, 1))
+            hessian[start : start + self._step, start:] = slab.triu()
+        hessian += hessian.triu(1).T
+        return hessian.mul_(2 / max(self.tokens, 1))
 
     def shrunk(self, regularization: Regularization) -> Float[Tensor, "in in"]:
-        """The Hessian with shrunk correlations, without damping."""
+        """Return the Hessian with shrunk correlations, without damping."""
         return shrink_(self.hessian, regularization.shrinkage)
 
     def factor(
@@ -275,7 +276,7 @@ class Gram(Observer):
         return (*self._factors[key], int(dead.sum()))
 
     def damped(self, regularization: Regularization, order: Tensor | None = None) -> Float[Tensor, "in in"]:
-        """The Hessian that `factor` inverts, in the original order, with the damping that it used for `order`."""
+        """Return the Hessian that `factor` inverts, in the original order, with the damping of `order`."""
         return damped(self.shrunk(regularization), self.factor(regularization, order)[1])
 
     def factor_of(
@@ -283,7 +284,8 @@ class Gram(Observer):
     ) -> Float[Tensor, "in in"]:
         """U of `factor` for the layer `name`; journals a raised damping and dead channels.
 
-        Raises NumericError when no token reached the layer, or as `linalg.inverse_factor` does.
+        Raises:
+            NumericError: when no token reached the layer, or as `linalg.inverse_factor` does.
         """
         if self.tokens == 0:
             raise NumericError(f"{name}: no calibration token reached this layer")
@@ -305,7 +307,8 @@ class UnitGram(Gram):
 class CrossGram(Gram):
     """Gram, and cross: 2/n (X~ - X)^T X, [in, in], where X~ are the same rows in the uncompressed model.
 
-    alone: the statistics of X without X~.
+    Attributes:
+        alone: the statistics of X without X~.
     """
 
     alone: ClassVar[type[Gram]] = Gram
@@ -320,8 +323,8 @@ class CrossGram(Gram):
         self.update(rows)
         if rows.shape[0]:
             parts = rows.float().split(self._chunk), reference.float().split(self._chunk)
-            for some, other in zip(*parts, strict=True):
-                self._cross += (other - some).T @ some
+            for chunk, reference_chunk in zip(*parts, strict=True):
+                self._cross += (reference_chunk - chunk).T @ chunk
             self._shift = None
 
     def combine(self, processes: Processes) -> None:
@@ -340,8 +343,9 @@ class CrossGram(Gram):
     def shift(self, regularization: Regularization, order: Tensor | None = None) -> Float[Tensor, "in in"]:
         """cross inv(H), with H regularized as in `factor`: W + W shift is the least-squares fit of W X~ from X.
 
-        order: the order that `factor` will use, so that one factorization suffices. The result is in the original order
-        of the columns. It is cached for other layers that read the same input.
+        Args:
+            order: the order that `factor` will use, so that one factorization suffices. The result is in the original
+                order of the columns. It is cached for other layers that read the same input.
         """
         if self._shift is None or self._shift[0] != regularization:
             factor, _, _ = self.factor(regularization, order)

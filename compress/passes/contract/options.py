@@ -36,7 +36,11 @@ class OptionError(RecipeError, ValueError):
     """A mistake in the options of a pass or of another part of a recipe.
 
     It is a ValueError too, so that pydantic reports it with the errors of the validation that it is part of.
-    place: the place inside the options. message: without the place. owner: the part of the recipe that has the options.
+
+    Attributes:
+        place: the place inside the options.
+        message: without the place.
+        owner: the part of the recipe that has the options.
     """
 
     def __init__(self, place: Place, message: str, owner: str = "") -> None:
@@ -87,21 +91,21 @@ class Options(BaseModel):
 
 
 def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]:
-    """The first mistake that pydantic found: its place, and the message in terms of the recipe."""
-    first = error.errors()[0]
-    place: Place = tuple(first["loc"])
-    inner = first.get("ctx", {}).get("error")
+    """Return the first mistake that pydantic found: its place, and the message in terms of the recipe."""
+    detail = error.errors()[0]
+    place: Place = tuple(detail["loc"])
+    inner = detail.get("ctx", {}).get("error")
     if isinstance(inner, OptionError):
         return (*place, *inner.place), inner.message
-    if first["type"] == "extra_forbidden":
+    if detail["type"] == "extra_forbidden":
         owner = _owner(model, place[:-1])
-        known = [field.alias or name for name, field in owner.model_fields.items()]
-        return place, unknown_option(str(place[-1]), known, first["input"])
-    if first["type"] in PLAIN_WORDS:
-        return place, PLAIN_WORDS[first["type"]]
-    message = first["msg"].removeprefix("Value error, ")
-    asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
-    return place, message[0].lower() + message[1:] + asked
+        names = [field.alias or name for name, field in owner.model_fields.items()]
+        return place, unknown_option(str(place[-1]), names, detail["input"])
+    if detail["type"] in PLAIN_WORDS:
+        return place, PLAIN_WORDS[detail["type"]]
+    message = detail["msg"].removeprefix("Value error, ")
+    got = "" if detail["type"] == "value_error" else f", not {detail['input']!r}"
+    return place, message[0].lower() + message[1:] + got
 
 
 def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
@@ -115,31 +119,32 @@ def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]
 
 def patterns(value: Any) -> Any:
     """Accept one pattern without a list; check that regular expressions compile."""
-    found = (value,) if isinstance(value, str) else value
-    for pattern in found if isinstance(found, (list, tuple)) else ():
+    items = (value,) if isinstance(value, str) else value
+    for pattern in items if isinstance(items, (list, tuple)) else ():
         if isinstance(pattern, str) and pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-    return found
+    return items
 
 
 class SomeBlocks(Options):
     """A choice of blocks by their place in the model.
 
-    ends: the fraction of the blocks at either end that are chosen. every: of the blocks between, every which one is
-    chosen; None: none of them.
+    Attributes:
+        ends: the fraction of the blocks at either end that are chosen.
+        every: of the blocks between, every which one is chosen; None: none of them.
     """
 
     ends: float = Field(default=0, ge=0, le=0.5)
     every: int | None = Field(default=None, gt=0)
 
     def takes(self, index: int, count: int) -> bool:
-        """Whether block `index` of `count` is chosen."""
-        first, last = int(count * self.ends), int(count * (1 - self.ends))
-        inner = self.every is not None and (index - first) % self.every == self.every - 1
-        return index < first or index >= last or inner
+        """Return whether block `index` of `count` is chosen."""
+        start, end = int(count * self.ends), int(count * (1 - self.ends))
+        inner = self.every is not None and (index - start) % self.every == self.every - 1
+        return index < start or index >= end or inner
 
 
 class Override(BaseModel):
@@ -163,25 +168,31 @@ class Override(BaseModel):
         return self.options.get("weights") == DENSE
 
     def takes(self, name: str) -> bool:
-        """Whether the override matches a layer."""
+        """Return whether the override matches a layer."""
         return any(matches(name, pattern) for pattern in self.targets)
 
 
 def read_overrides(
-    kind: type[BaseModel], base: Mapping[str, Any], spelled: Any, here: Place = ("overrides",)
+    kind: type[BaseModel], base: Mapping[str, Any], spelled: Any, location: Place = ("overrides",)
 ) -> tuple[Override, ...]:
     """Read overrides: a list of {targets, options...}, or a mapping of patterns to options.
 
-    kind: the pass; base: its own options. The options of every layer are validated together. here: their place in it.
+    The options of every layer are validated together.
 
-    Raises OptionError.
+    Args:
+        kind: the class of the pass.
+        base: the options of the pass.
+        location: the place of the overrides in the options.
+
+    Raises:
+        OptionError: for options that the pass does not have.
     """
     if isinstance(spelled, Mapping):
-        items = [((*here, key), {"targets": key}, options) for key, options in spelled.items()]
+        items = [((*location, key), {"targets": key}, options) for key, options in spelled.items()]
     elif isinstance(spelled, Sequence) and not isinstance(spelled, str):
-        items = [((*here, i), {}, options) for i, options in enumerate(spelled)]
+        items = [((*location, i), {}, options) for i, options in enumerate(spelled)]
     else:
-        raise OptionError(here, "must be a list such as [{targets: '*.down_proj', weights: int8}]")
+        raise OptionError(location, "must be a list such as [{targets: '*.down_proj', weights: int8}]")
     return tuple(_override(kind, base, place, start, options) for place, start, options in items)
 
 
@@ -193,44 +204,47 @@ def _override(
     if not isinstance(options, Mapping):
         raise OptionError(place, "must be a mapping of options, such as {weights: int8}")
     of_the_whole: frozenset[str] = getattr(kind, "of_the_whole", OF_THE_WHOLE)
-    known = set(kind.model_fields) - of_the_whole
-    own = ("blocks",) if start else ("blocks", "targets")
-    changed = {name: value for name, value in options.items() if name not in own}
+    names = set(kind.model_fields) - of_the_whole
+    reserved = ("blocks",) if start else ("blocks", "targets")
+    changed = {name: value for name, value in options.items() if name not in reserved}
     for name in changed:
-        if name not in known:
-            whole = f"applies to the whole pass and cannot be overridden{did_you_mean(name, known)}"
-            message = whole if name in of_the_whole else unknown_option(name, known, changed[name])
+        if name not in names:
+            explanation = f"applies to the whole pass and cannot be overridden{did_you_mean(name, names)}"
+            message = explanation if name in of_the_whole else unknown_option(name, names, changed[name])
             raise OptionError((*place, name), message)
     if not changed:
         raise OptionError(place, "changes nothing; add an option, or weights: none to skip the layers")
     if changed.get("weights") == DENSE and len(changed) > 1:
-        others = ", ".join(sorted(set(changed) - {"weights"}))
-        raise OptionError(place, f"weights: none skips the layers, so {others} would have no effect; remove {others}")
+        other_names = ", ".join(sorted(set(changed) - {"weights"}))
+        raise OptionError(
+            place, f"weights: none skips the layers, so {other_names} would have no effect; remove {other_names}"
+        )
     try:
         if changed.get("weights") != DENSE:
             under = getattr(kind, "under", None)  # options of the pass that hold under this override
             own_base = base if under is None else under(base, changed)
-            whole = kind.model_validate({**own_base, **changed}, context=INHERITED).model_dump()
-            changed = {name: whole[name] for name in changed}
-        return Override.model_validate({**start, **{k: v for k, v in options.items() if k in own}, **changed})
+            validated = kind.model_validate({**own_base, **changed}, context=INHERITED).model_dump()
+            changed = {name: validated[name] for name in changed}
+        return Override.model_validate({**start, **{k: v for k, v in options.items() if k in reserved}, **changed})
     except ValidationError as error:
         inner, message = mistake(error, kind)
         raise OptionError((*place, *inner), message) from error
 
 
-def resolve_overrides(overrides: Sequence[Override], names: Sequence[str], where: str) -> dict[str, Override]:
-    """The override of each layer: the first one that matches it.
+def resolve_overrides(overrides: Sequence[Override], names: Sequence[str], label: str) -> dict[str, Override]:
+    """Return the override of each layer: the first one that matches it.
 
-    Raises TargetError when a pattern matches none of the pass's layers, or only layers that earlier overrides match.
+    Raises:
+        TargetError: when a pattern matches none of the pass's layers, or only layers that earlier overrides match.
     """
-    found: dict[str, Override] = {}
+    override_of: dict[str, Override] = {}
     for override in overrides:
-        chosen = select(names, override.targets, (), f"{where} overrides")
-        new = [name for name in chosen if name not in found]
+        chosen = select(names, override.targets, (), f"{label} overrides")
+        new = [name for name in chosen if name not in override_of]
         if not new:
             raise TargetError(
-                f"{where} overrides: targets {', '.join(override.targets)} match only layers that earlier overrides "
+                f"{label} overrides: targets {', '.join(override.targets)} match only layers that earlier overrides "
                 "match; put this override before them"
             )
-        found |= dict.fromkeys(new, override)
-    return found
+        override_of |= dict.fromkeys(new, override)
+    return override_of

@@ -157,17 +157,17 @@ class Pass(Options, ABC):
         """
         return Effects(layer, facts=self.makes, skipped=self.ignore)
 
-    def on_model(self, names: ModuleNames, where: str) -> Self:
+    def on_model(self, names: ModuleNames, label: str) -> Self:
         """Return the pass with patterns that hold for one model: class names become patterns of full names.
 
         Args:
-            where: the label of the pass, for errors.
+            label: the label of the pass, for errors.
 
         Raises:
             TargetError: if targets name one of two tied modules alone.
         """
         ignore = names.ignored(self.ignore, names.reached(self.targets))
-        changed = {"targets": names.targets(self.targets, where), "ignore": ignore}
+        changed = {"targets": names.targets(self.targets, label), "ignore": ignore}
         return self if changed == {n: getattr(self, n) for n in changed} else self.model_copy(update=changed)
 
     def for_layer(self, name: str) -> Self | None:
@@ -192,17 +192,17 @@ def works_on(step: Pass, name: str) -> bool:
     return chosen(name, step.targets, step.ignore) and step.for_layer(name) is not None
 
 
-def chosen_linears(step: Pass, names: Sequence[str], where: str) -> list[str]:
+def chosen_linears(step: Pass, names: Sequence[str], label: str) -> list[str]:
     """Return the full names of the linears that a pass works on.
 
     Args:
         names: all linears.
-        where: the label of the pass, for errors.
+        label: the label of the pass, for errors.
 
     Raises:
         TargetError: if a pattern matches nothing.
     """
-    return [name for name in select(names, step.targets, step.ignore, where) if step.for_layer(name) is not None]
+    return [name for name in select(names, step.targets, step.ignore, label) if step.for_layer(name) is not None]
 
 
 class LayerPass(Pass):
@@ -234,8 +234,12 @@ class LayerPass(Pass):
         return COPIES * 4 * size.shape[0] * size.shape[1]
 
     @abstractmethod
-    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        """Compress one layer. seen: an instance of `observer`. Pure: it assigns, prints and times nothing."""
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:
+        """Compress one layer.
+
+        Args:
+            statistics: an instance of `observer`. Pure: it assigns, prints and times nothing.
+        """
 
 
 class BlockPass(Pass):
@@ -252,26 +256,26 @@ class BlockPass(Pass):
 class ModelPass(Pass):
     """A pass over the whole model: training and global decisions."""
 
-    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
         """Return the model's objective with the options of the pass. It is also called before the run.
 
         Args:
-            where: the label of the pass, for errors.
+            label: the label of the pass, for errors.
 
         Raises:
             RecipeError: for options that have no effect on this objective, and for a pass that needs a loss on the
                 text where there is none.
         """
-        check_learns(lm_objective, where, "leave the pass out, or choose options that need no loss")
+        check_learns(lm_objective, label, "leave the pass out, or choose options that need no loss")
         return lm_objective
 
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
+    def outcome(self, model: PreTrainedModel, label: str) -> PretrainedConfig:
         """Return the configuration of the model after the pass, for passes that require `new_shape`.
 
         It reads no weights; they may be on the meta device.
 
         Args:
-            where: the label of the pass, with which errors begin.
+            label: the label of the pass, with which errors begin.
 
         Raises:
             TargetError: for an impossible shape.
@@ -297,5 +301,9 @@ def calibrates(steps: Sequence[Step]) -> bool:
 
 
 def measured_tokens(steps: Sequence[Step], length: int) -> int:
-    """The tokens of a calibration sequence that a run reads. length: of the sequence."""
+    """Return the tokens of a calibration sequence that a run reads.
+
+    Args:
+        length: of the sequence.
+    """
     return length if calibrates(steps) else min(length, ERROR_TOKENS)

@@ -48,11 +48,15 @@ class Processes:
 
     rank: int = 0
     size: int = 1
-    link: Link | None = field(default=None, compare=False, repr=False)
+    link: ProcessLink | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def launched(cls, cpu: bool) -> Processes:
-        """The processes that `accelerate launch` or torchrun started. cpu: computed on the CPU."""
+        """Return the processes that `accelerate launch` or torchrun started.
+
+        Args:
+            cpu: computed on the CPU.
+        """
         state = PartialState(cpu=cpu)
         return _launched(state.process_index, state.num_processes) if state.num_processes > 1 else ALONE
 
@@ -62,11 +66,15 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[T], offset: int = 0) -> list[T]:
-        """The items of this process; every item belongs to one process. offset: the number of the first item."""
+        """Return the items of this process; every item belongs to one process.
+
+        Args:
+            offset: the number of the first item.
+        """
         return list(items[(self.rank - offset) % self.size :: self.size])
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in the order of ranks, in every process."""
+        """Return the values of all processes, in the order of ranks, in every process."""
         return [value] if self.link is None else self.link.gather(value)
 
     def wait(self) -> None:
@@ -84,7 +92,7 @@ class Processes:
             self.wait()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor of one shape over all processes, added in the order of ranks."""
+        """Return the sum of a tensor of one shape over all processes, added in the order of ranks."""
         return self.sums([tensor])[0]
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -93,31 +101,33 @@ class Processes:
         return [self._folded(tensor, torch.add) for tensor in tensors]
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The element-wise maximum of a tensor of one shape over all processes."""
+        """Return the element-wise maximum of a tensor of one shape over all processes."""
         self.wait()
         return self._folded(tensor, torch.maximum)
 
     def totals(self, *values: float) -> tuple[float, ...]:
-        """The sums of numbers over all processes."""
+        """Return the sums of numbers over all processes."""
         return tuple(sum(parts) for parts in zip(*self.gather(values), strict=True))
 
     def spread(self, items: Sequence[S], compute: Callable[[S], T], costs: Sequence[float] | None = None) -> list[T]:
         """compute(item) of every item, each in one process; every process gets all values, in the order of items.
 
-        costs: of the items, by which they are divided.
+        Args:
+            costs: of the items, by which they are divided.
         """
         if self.size == 1:
             return [compute(item) for item in items]
         owners = divided([1.0] * len(items) if costs is None else costs, self.size)
         mine = {i: compute(item) for i, item in enumerate(items) if owners[i] == self.rank}
-        found = self.gather(mine)
-        return [found[owner][i] for i, owner in enumerate(owners)]
+        results = self.gather(mine)
+        return [results[owner][i] for i, owner in enumerate(owners)]
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Tell the other processes of an error in the context, so that all of them end; the first one tells the user.
 
-        Raises ProcessError in the others.
+        Raises:
+            ProcessError: in the others.
         """
         if self.link is None:
             yield
@@ -125,12 +135,12 @@ class Processes:
         try:
             yield
         except Exception as error:
-            found = _lost(error) if isinstance(error, RuntimeError) and "gloo" in str(error) else error
-            code = found.exit_code if isinstance(found, CompressError) else 1
-            told = found.told if isinstance(found, ProcessError) else False
-            if told or not self.link.fail(code, str(found)):
-                raise ProcessError(str(found), told=True, exit_code=code) from error
-            raise found from (None if found is error else error)
+            cause = _lost(error) if isinstance(error, RuntimeError) and "gloo" in str(error) else error
+            code = cause.exit_code if isinstance(cause, CompressError) else 1
+            was_reported = cause.told if isinstance(cause, ProcessError) else False
+            if was_reported or not self.link.fail(code, str(cause)):
+                raise ProcessError(str(cause), told=True, exit_code=code) from error
+            raise cause from (None if cause is error else error)
 
     def _folded(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Combine tensors of all processes, which have met.
@@ -142,19 +152,19 @@ class Processes:
         flat = tensor.detach().cpu().reshape(-1)
         length = -(-len(flat) // self.size)
         parts = functional.pad(flat, (0, length * self.size - len(flat))).view(self.size, length)
-        found = self.link.collect(reduce(combine, self.link.exchange(parts).unbind()))
-        return found.view(-1)[: len(flat)].view(tensor.shape).to(tensor.device)
+        folded = self.link.collect(reduce(combine, self.link.exchange(parts).unbind()))
+        return folded.view(-1)[: len(flat)].view(tensor.shape).to(tensor.device)
 
 
 ALONE = Processes()
 """One process without a launcher."""
 
 
-class Link:
+class ProcessLink:
     """The connection of a process to the others: a group of gloo, and the store of the launcher for signs of life."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._others = [other for other in range(size) if other != rank]
+        self._others = [process for process in range(size) if process != rank]
         self._rank, self._met, self._beats = rank, 0, 0
         self._group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._store = PrefixStore("compress", _get_default_store())
@@ -169,76 +179,81 @@ class Link:
         with suppress(RuntimeError):  # the process of the store has ended
             self._store.set(f"left {self._rank}", "1")
             for _ in range(int(LEAVE_SECONDS / PAUSE_SECONDS) if self._rank == 0 else 0):
-                if all(self._read(f"left {other}") for other in self._others):
+                if all(self._read(f"left {process}") for process in self._others):
                     break
                 time.sleep(PAUSE_SECONDS)
         dist.destroy_process_group()
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in the order of ranks.
+        """Return the values of all processes, in the order of ranks.
 
         Numbers and texts go over the store, in which the processes meet anyway: gloo wakes up several times for each.
         """
-        told, turn = json.dumps(value) if _plain(value) else BROADCAST, self._met % 2
-        told = told if len(told) <= SMALL else BROADCAST
+        message, turn = json.dumps(value) if _plain(value) else BROADCAST, self._met % 2
+        message = message if len(message) <= SMALL else BROADCAST
         with _connected():  # overwritten two meetings later, when all have read it
-            self._store.set(f"told {self._rank} {turn}", told)
+            self._store.set(f"told {self._rank} {turn}", message)
         self.meet()
         return [
-            value if source == self._rank and told != BROADCAST else self._heard(source, turn, value)
+            value if source == self._rank and message != BROADCAST else self._heard(source, turn, value)
             for source in range(len(self._others) + 1)
         ]
 
     def _heard(self, source: int, turn: int, value: Any) -> Any:
-        """The value of a process that has told it, or broadcasts it. value: of this process."""
+        """Return the value of a process that has told it, or broadcasts it.
+
+        Args:
+            value: of this process.
+        """
         with _connected():
-            told = self._store.get(f"told {source} {turn}").decode()
-        if told == BROADCAST:
+            message = self._store.get(f"told {source} {turn}").decode()
+        if message == BROADCAST:
             return self.broadcast(value, source)
-        found = json.loads(told)
-        return tuple(found) if isinstance(found, list) else found
+        decoded = json.loads(message)
+        return tuple(decoded) if isinstance(decoded, list) else decoded
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The value of the process `source`, with its tensors on this process's device; after `meet`."""
+        """Return the value of the process `source`, with its tensors on this process's device; after `meet`."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        own = source == self._rank
-        held = [value if device is None or not own else moved(value, torch.device("cpu"))]
+        is_source = source == self._rank
+        values = [value if device is None or not is_source else moved(value, torch.device("cpu"))]
         with _connected():
-            dist.broadcast_object_list(held, source, self._group, torch.device("cpu"))
-        return value if own else held[0] if device is None else moved(held[0], device)
+            dist.broadcast_object_list(values, source, self._group, torch.device("cpu"))
+        return value if is_source else values[0] if device is None else moved(values[0], device)
 
     def exchange(self, parts: Shaped[Tensor, "processes length"]) -> Shaped[Tensor, "processes length"]:
         """Send part i to process i, and return the parts for this process in the order of ranks.
 
         On the CPU, after `meet`.
         """
-        found = torch.empty_like(parts)
+        parts_received = torch.empty_like(parts)
         with _connected():
-            dist.all_to_all_single(found, parts, group=self._group)
-        return found
+            dist.all_to_all_single(parts_received, parts, group=self._group)
+        return parts_received
 
     def collect(self, part: Shaped[Tensor, " length"]) -> Shaped[Tensor, "processes length"]:
-        """The parts of all processes, of one length, in the order of ranks.
+        """Return the parts of all processes, of one length, in the order of ranks.
 
         On the CPU, after `meet`.
         """
-        found = part.new_empty(len(self._others) + 1, len(part))
-        found[self._rank] = part
+        received = part.new_empty(len(self._others) + 1, len(part))
+        received[self._rank] = part
         with _connected():
-            for source, row in enumerate(found):  # all_gather: torch 2.6 sometimes hangs when it ends soon after one
+            for source, row in enumerate(received):  # all_gather: torch 2.6 sometimes hangs when it ends soon after one
                 dist.broadcast(row, source, self._group)
-        return found
+        return received
 
     def meet(self) -> None:
         """Wait until all processes are here.
 
-        Raises ProcessError when one of them has failed, or has given no sign of life for half a minute.
+        Raises:
+            ProcessError: when one of them has failed, or has given no sign of life for half a minute.
         """
         self._met += 1
         with _connected():
             self._store.set(f"met {self._rank}", str(self._met))
-            for other in self._others:
-                self._await(other)
+            for process in self._others:
+                self._await(process)
 
     def fail(self, code: int, message: str) -> bool:
         """Tell the others that this process fails; False if another one did so before."""
@@ -248,23 +263,23 @@ class Link:
         except RuntimeError:  # the process of the store has ended
             return True
 
-    def _await(self, other: int) -> None:
+    def _await(self, process: int) -> None:
         beat, waited = "", 0.0
-        while int(self._read(f"met {other}") or 0) < self._met:
+        while int(self._read(f"met {process}") or 0) < self._met:
             failed = self._read("failed")
             if failed:
                 code, rank, message = failed.split(" ", 2)
                 raise ProcessError(f"process {rank} failed: {message}", told=True, exit_code=int(code))
-            now = self._read(f"alive {other}")
-            beat, waited = (beat, waited) if now == beat else (now, 0.0)
+            alive = self._read(f"alive {process}")
+            beat, waited = (beat, waited) if alive == beat else (alive, 0.0)
             if waited > SILENT_SECONDS:
-                raise ProcessError(f"process {other} has ended or does not answer; {AGAIN}")
+                raise ProcessError(f"process {process} has ended or does not answer; {AGAIN}")
             pause = min(max(LATE * waited, PAUSE_SECONDS / 20), PAUSE_SECONDS)
             time.sleep(pause)
             waited += pause  # not the clock: this process may have been suspended, too
 
     def _read(self, key: str) -> str:
-        """A value in the store; '' if there is none."""
+        """Return a value in the store; '' if there is none."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _beat(self) -> None:
@@ -281,7 +296,7 @@ class Link:
 
 @cache
 def _launched(rank: int, size: int) -> Processes:
-    link = Link(rank, size)
+    link = ProcessLink(rank, size)
     atexit.register(link.close)
     return Processes(rank, size, link)
 
@@ -300,13 +315,13 @@ def _lost(error: RuntimeError) -> ProcessError:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is a number, a text or nothing, or a tuple of those, of no other type."""
+    """Return whether a value is a number, a text or nothing, or a tuple of those, of no other type."""
     values = value if type(value) is tuple else (value,)
-    return all(type(one) in (bool, int, float, str, type(None)) for one in values)
+    return all(type(item) in (bool, int, float, str, type(None)) for item in values)
 
 
 def divided(costs: Sequence[float], size: int) -> list[int]:
-    """The process of each item: the most expensive item first, each to the process with the least work."""
+    """Return the process of each item: the most expensive item first, each to the process with the least work."""
     work, owners = [0.0] * size, [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         owners[item] = work.index(min(work))
@@ -315,7 +330,7 @@ def divided(costs: Sequence[float], size: int) -> list[int]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A copy of nested values with all tensors on a device; modules are copied too."""
+    """Return a copy of nested values with all tensors on a device; modules are copied too."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, nn.Module):

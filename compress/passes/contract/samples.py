@@ -27,8 +27,8 @@ class Sample:
 
     def merge(self, processes: Processes) -> None:
         """Keep rows of all processes, evenly spaced, up to the limit."""
-        if processes.size > 1 and (found := [part for part in processes.gather(self.rows) if part is not None]):
-            rows = torch.cat(found)
+        if processes.size > 1 and (samples := [part for part in processes.gather(self.rows) if part is not None]):
+            rows = torch.cat(samples)
             self._rows = [rows[:: -(-rows.shape[0] // self.ROWS)].clone()]
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
@@ -37,7 +37,11 @@ class Sample:
 
     @classmethod
     def memory_bytes(cls, width: int, itemsize: int) -> int:
-        """The largest memory of the sample for inputs of this width; itemsize: bytes per number."""
+        """Return the largest memory of the sample in bytes, for inputs of this width.
+
+        Args:
+            itemsize: bytes per number.
+        """
         return cls.ROWS * width * itemsize
 
     @property

@@ -39,11 +39,11 @@ class Prunes(Protocol):
         """The requested sparsity."""
         ...
 
-    def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
-        """The score of each weight; negative where it is already removed."""
+    def ranks(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Float[Tensor, "out in"]:
+        """Return the score of each weight; negative where it is already removed."""
         ...
 
-    def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
+    def prune(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer, sparsity: float) -> Solution:
         """Prune the layer to a sparsity."""
         ...
 
@@ -57,7 +57,7 @@ class Allocation(BaseModel, ABC):
 
     @abstractmethod
     def survey(self, step: Prunes) -> Survey | None:
-        """The survey that decides the sparsity of each layer. None: all layers have the same sparsity."""
+        """Return the survey that decides the sparsity of each layer. None: all layers have the same sparsity."""
 
     @model_serializer
     def _spell(self) -> str | dict[str, dict[str, Any]]:
@@ -99,7 +99,7 @@ class OWL(Allocation):
         return _Outliers(step, self)
 
 
-class Sensitivity(Allocation):
+class SensitivityAllocation(Allocation):
     """Minimize the sum of squared relative errors of the layers' outputs; only one layer is pruned per measurement."""
 
     key: ClassVar[str] = "sensitivity"
@@ -110,7 +110,7 @@ class Sensitivity(Allocation):
         return _Errors(step, self.within)
 
 
-ALLOCATIONS: dict[str, type[Allocation]] = {kind.key: kind for kind in (Uniform, Global, OWL, Sensitivity)}
+ALLOCATIONS: dict[str, type[Allocation]] = {kind.key: kind for kind in (Uniform, Global, OWL, SensitivityAllocation)}
 """Every allocation by its name in a recipe."""
 
 
@@ -145,12 +145,15 @@ class _Threshold(Survey):
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, ScoreHistogram]:
         pattern = self.step.pattern
-        scores = ((one.layer.name, self.step.ranks(one.weight, one.seen, one.layer)) for one in block)
+        scores = (
+            (surveyed.layer.name, self.step.ranks(surveyed.weight, surveyed.statistics, surveyed.layer))
+            for surveyed in block
+        )
         return {name: ScoreHistogram.of(pattern.units(score)) for name, score in scores}
 
-    def allocate(self, found: Mapping[str, ScoreHistogram]) -> Mapping[str, float]:
-        removed = below_threshold(found, self.step.target_sparsity)
-        return {name: removed[name] / histogram.total for name, histogram in found.items()}
+    def allocate(self, figures: Mapping[str, ScoreHistogram]) -> Mapping[str, float]:
+        removed = below_threshold(figures, self.step.target_sparsity)
+        return {name: removed[name] / histogram.total for name, histogram in figures.items()}
 
 
 class _Outliers(Survey):
@@ -162,15 +165,18 @@ class _Outliers(Survey):
         self.step, self.options = step, options
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[float, int]]:
-        sizes = {one.layer.name: one.module.shape[0] * one.module.shape[1] for one in block}
+        sizes = {surveyed.layer.name: surveyed.module.shape[0] * surveyed.module.shape[1] for surveyed in block}
         total = sum(sizes.values())
-        mean = sum(float(_metric(one).sum(dtype=torch.float64)) for one in block) / total
+        mean = sum(float(_metric(surveyed).sum(dtype=torch.float64)) for surveyed in block) / total
         # D = fraction of entries of |W_ij| ||X_j||_2 above M times their mean  (equation 1)
-        outliers = sum(int((_metric(one) > self.options.M * mean).sum()) for one in block)
-        return {one.layer.name: (outliers / total, prod(self.step.pattern.whole(one.module.shape))) for one in block}
+        outliers = sum(int((_metric(surveyed) > self.options.M * mean).sum()) for surveyed in block)
+        return {
+            surveyed.layer.name: (outliers / total, prod(self.step.pattern.whole(surveyed.module.shape)))
+            for surveyed in block
+        }
 
-    def allocate(self, found: Mapping[str, tuple[float, int]]) -> Mapping[str, float]:
-        ratios, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
+    def allocate(self, figures: Mapping[str, tuple[float, int]]) -> Mapping[str, float]:
+        ratios, sizes = {n: pair[0] for n, pair in figures.items()}, {n: pair[1] for n, pair in figures.items()}
         try:
             return outlier_weighted(ratios, sizes, self.step.target_sparsity, self.options.lambda_)
         except ValueError as error:
@@ -185,23 +191,26 @@ class _Errors(Survey):
         self.sparsities = ladder(step.target_sparsity, within, POINTS)
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[list[tuple[float, float]], int]]:
-        return {one.layer.name: (self._curve(one), prod(self.step.pattern.whole(one.module.shape))) for one in block}
+        return {
+            surveyed.layer.name: (self._curve(surveyed), prod(self.step.pattern.whole(surveyed.module.shape)))
+            for surveyed in block
+        }
 
-    def _curve(self, one: Surveyed) -> list[tuple[float, float]]:
-        weight = one.weight
-        rows = torch.eye(weight.shape[1], device=weight.device) if one.rows is None else one.rows.float()
-        wanted, curve = rows @ weight.T, []
+    def _curve(self, surveyed: Surveyed) -> list[tuple[float, float]]:
+        weight = surveyed.weight
+        rows = torch.eye(weight.shape[1], device=weight.device) if surveyed.rows is None else surveyed.rows.float()
+        outputs, curve = rows @ weight.T, []
         for sparsity in self.sparsities:
-            solved = self.step.prune(weight, one.seen, one.layer, sparsity).weight
+            solved = self.step.prune(weight, surveyed.statistics, surveyed.layer, sparsity).weight
             assert solved is not None, "a pass that prunes gives a weight"
-            found = CompressedLinear(solved, None).weight
-            curve.append((sparsity, relative_error(rows @ found.T, wanted) ** 2))
+            pruned = CompressedLinear(solved, None).weight
+            curve.append((sparsity, relative_error(rows @ pruned.T, outputs) ** 2))
         return curve
 
-    def allocate(self, found: Mapping[str, tuple[list[tuple[float, float]], int]]) -> Mapping[str, float]:
-        curves, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
+    def allocate(self, figures: Mapping[str, tuple[list[tuple[float, float]], int]]) -> Mapping[str, float]:
+        curves, sizes = {n: pair[0] for n, pair in figures.items()}, {n: pair[1] for n, pair in figures.items()}
         return least_error(curves, sizes, self.step.target_sparsity)
 
 
-def _metric(one: Surveyed) -> Float[Tensor, "out in"]:
-    return one.weight.abs() * one.seen.norm
+def _metric(surveyed: Surveyed) -> Float[Tensor, "out in"]:
+    return surveyed.weight.abs() * surveyed.statistics.norm

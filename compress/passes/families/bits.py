@@ -86,16 +86,20 @@ class Bits(Options):
     @model_validator(mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        """A number alone is that of bits."""
+        """Read a number as that of bits."""
         return {"bits": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     def choices_for(self, grid: Grid) -> tuple[Choice, ...]:
-        """The given choices, or the default ones. Raises ValueError for a grid without default ones."""
+        """Return the given choices, or the default ones.
+
+        Raises:
+            ValueError: for a grid without default ones.
+        """
         if self.choices is not None:
             return self.choices
         if not isinstance(grid, IntGrid):
-            given = f"[{{weights: {grid.name}}}, {{weights: ...}}]"
-            raise ValueError(f"allocate: grid {grid.name} has no other widths; write choices: {given}")
+            example = f"[{{weights: {grid.name}}}, {{weights: ...}}]"
+            raise ValueError(f"allocate: grid {grid.name} has no other widths; write choices: {example}")
         return tuple(Choice.model_validate({"weights": f"int{width}"}) for width in WIDTHS)
 
 
@@ -103,8 +107,10 @@ class Bits(Options):
 class Costs:
     """The figures of one layer.
 
-    together: a name that is common to layers that must be stored alike. weights: their number. options: for every
-    choice the stored bits and the cost.
+    Attributes:
+        together: a name that is common to layers that must be stored alike.
+        weights: their number.
+        options: for every choice the stored bits and the cost.
     """
 
     together: str
@@ -112,14 +118,14 @@ class Costs:
     options: tuple[tuple[float, float], ...]
 
 
-def remaining(seen: Gram) -> float:
-    """The share of the error of rounding to nearest that is left of a layer's output when GPTQ compensates it.
+def remaining(statistics: Gram) -> float:
+    """Return the share of the error of rounding to nearest that is left of a layer's output when GPTQ compensates it.
 
     Rounding errors d that do not depend on the inputs give tr(H) d^2 to nearest, and sum_j d^2 / U_jj^2 in the sweep of
     GPTQ, with H regularized and U as in `Gram.factor` (Frantar 2022, step 3). It is 1 for inputs without correlations.
     """
-    diagonal = seen.diagonal
-    factor = seen.factor(Regularization(), diagonal.argsort(descending=True, stable=True))[0].diagonal()
+    diagonal = statistics.diagonal
+    factor = statistics.factor(Regularization(), diagonal.argsort(descending=True, stable=True))[0].diagonal()
     return float(factor.double().square().reciprocal().sum() / diagonal.double().sum().clamp(min=1e-30))
 
 
@@ -142,8 +148,8 @@ class BitSurvey(Survey):
 
     def memory(self, size: ProblemSize) -> int:
         # what a forward pass keeps for the derivatives, and the logits with theirs
-        kept = 2 * size.itemsize * size.length * size.passed + 4 * 4 * size.length * size.vocabulary
-        return kept + 4 * size.weights if self.options.by == "kl" else 3 * kept + 4 * 4 * size.weights
+        activations = 2 * size.itemsize * size.length * size.passed + 4 * 4 * size.length * size.vocabulary
+        return activations + 4 * size.weights if self.options.by == "kl" else 3 * activations + 4 * 4 * size.weights
 
     def prepare(
         self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
@@ -153,53 +159,57 @@ class BitSurvey(Survey):
         rows = rows[: -(-self.options.sequences // processes.size)]
         message = f"derivatives of the model, by: {self.options.by}"
 
-        def tell(done: int) -> None:
-            run.journal.add("progress", run.label or "allocate", message, done=done, of=len(rows))
+        def tell(sequences_done: int) -> None:
+            run.journal.add("progress", run.label or "allocate", message, done=sequences_done, of=len(rows))
 
         if self.options.by == "kl":
-            found, places = weight_curvature(model, mine, rows, SEED, tell)
+            curvature, places = weight_curvature(model, mine, rows, SEED, tell)
             places = sum(processes.gather(places))
-            self.curvature = {name: processes.sum(squares) / places for name, squares in found.items()}
+            self.curvature = {name: processes.sum(squares) / places for name, squares in curvature.items()}
         else:
             traces, places = hessian_traces(model, mine, rows, self.options.probes, SEED, tell)
             places = sum(processes.gather(places))
-            every = processes.gather(traces)
-            self.traces = {name: sum(one[name] for one in every) / places for name in traces}
+            traces_by_process = processes.gather(traces)
+            self.traces = {
+                name: sum(partial_traces[name] for partial_traces in traces_by_process) / places for name in traces
+            }
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Costs]:
-        return {one.layer.name: self._costs(one) for one in block if divides(self.step, one.layer.name)}
+        return {
+            surveyed.layer.name: self._costs(surveyed) for surveyed in block if divides(self.step, surveyed.layer.name)
+        }
 
-    def _costs(self, one: Surveyed) -> Costs:
-        weight, options = one.weight, []
-        left = 1.0 if self.step.compensates is None else remaining(one.seen)
+    def _costs(self, surveyed: Surveyed) -> Costs:
+        weight, options = surveyed.weight, []
+        error_share = 1.0 if self.step.compensates is None else remaining(surveyed.statistics)
         for step in self.steps:
-            wrong = step.nearest(weight, one.layer).dense() - weight
-            bits = bits_per_weight(step, one.module.shape) * weight.numel()
-            options.append((bits, left * self._cost(one, wrong)))
-        return Costs(one.together, weight.numel(), tuple(options))
+            wrong = step.nearest(weight, surveyed.layer).dense() - weight
+            bits = bits_per_weight(step, surveyed.module.shape) * weight.numel()
+            options.append((bits, error_share * self._cost(surveyed, wrong)))
+        return Costs(surveyed.together, weight.numel(), tuple(options))
 
-    def _cost(self, one: Surveyed, wrong: Float[Tensor, "out in"]) -> float:
-        name, how = one.layer.name, self.options.by
-        if how == "kl":  # 1/2 sum_oi F_oi E_oi^2, F the diagonal of the Fisher information
-            return float((self.curvature[name].to(wrong) * wrong.square()).sum(dtype=torch.float64)) / 2
-        if how == "hawq":  # Omega of HAWQ-V2: mean diagonal of the Hessian times the squared error
-            mean = max(self.traces[name], 0) / wrong.numel()  # negative only by chance, or far from an optimum
-            return mean * float(wrong.square().sum(dtype=torch.float64)) / 2
-        outputs = [float(((w @ one.seen.hessian) * w).sum()) for w in (wrong, one.weight)]
+    def _cost(self, surveyed: Surveyed, difference: Float[Tensor, "out in"]) -> float:
+        name, criterion = surveyed.layer.name, self.options.by
+        if criterion == "kl":  # 1/2 sum_oi F_oi E_oi^2, F the diagonal of the Fisher information
+            return float((self.curvature[name].to(difference) * difference.square()).sum(dtype=torch.float64)) / 2
+        if criterion == "hawq":  # Omega of HAWQ-V2: mean diagonal of the Hessian times the squared error
+            mean = max(self.traces[name], 0) / difference.numel()  # negative only by chance, or far from an optimum
+            return mean * float(difference.square().sum(dtype=torch.float64)) / 2
+        outputs = [float(((w @ surveyed.statistics.hessian) * w).sum()) for w in (difference, surveyed.weight)]
         return outputs[0] / max(outputs[1], 1e-30)
 
-    def allocate(self, found: Mapping[str, Costs]) -> Mapping[str, Choice]:
+    def allocate(self, figures: Mapping[str, Costs]) -> Mapping[str, Choice]:
         items: dict[str, dict[str, tuple[float, float]]] = {}
-        for one in found.values():
-            held = items.setdefault(one.together, {str(i): (0.0, 0.0) for i in range(len(self.choices))})
-            for i, (bits, cost) in enumerate(one.options):
-                held[str(i)] = held[str(i)][0] + bits, held[str(i)][1] + cost
-        budget = self.options.bits * sum(one.weights for one in found.values())
+        for costs in figures.values():
+            totals = items.setdefault(costs.together, {str(i): (0.0, 0.0) for i in range(len(self.choices))})
+            for i, (bits, cost) in enumerate(costs.options):
+                totals[str(i)] = totals[str(i)][0] + bits, totals[str(i)][1] + cost
+        budget = self.options.bits * sum(costs.weights for costs in figures.values())
         try:
             chosen = within_budget(items, budget)
         except ValueError as error:
             raise TargetError(f"allocate: bits {self.options.bits:g}: {error}") from error
-        return {name: self.choices[int(chosen[one.together])] for name, one in found.items()}
+        return {name: self.choices[int(chosen[costs.together])] for name, costs in figures.items()}
 
     @property
     def alternatives(self) -> tuple[Pass, ...]:
@@ -214,7 +224,9 @@ class BitSurvey(Survey):
         return step.model_copy(update={"overrides": tuple(overrides), "allocate": None})
 
     def note(self, allocated: Mapping[str, Choice]) -> str:
-        names = [name for name in self.choices[0].options if len({one.options.get(name) for one in self.choices}) > 1]
+        names = [
+            name for name in self.choices[0].options if len({option.options.get(name) for option in self.choices}) > 1
+        ]
         texts = [
             ", ".join(f"{choice.options[n]}" if n == "weights" else f"{n} {choice.options[n]}" for n in names)
             for choice in allocated.values()
@@ -250,11 +262,11 @@ def bits_per_weight(step: Quantizing, shape: tuple[int, int]) -> float:
     return 8 * scheme.size_bytes(torch.float16) / (shape[0] * shape[1])
 
 
-def budget_on_model(step: Quantizing, names: ModuleNames, where: str) -> dict[str, Any]:
+def budget_on_model(step: Quantizing, names: ModuleNames, label: str) -> dict[str, Any]:
     """Return the changed options of a pass on a model: of the largest choice within the budget, until the run decides.
 
     Args:
-        where: the label of the pass, for errors.
+        label: the label of the pass, for errors.
 
     Raises:
         TargetError: if overrides name all layers, or for an impossible budget.
@@ -262,17 +274,18 @@ def budget_on_model(step: Quantizing, names: ModuleNames, where: str) -> dict[st
     assert step.allocate is not None
     inside = [name for name in names.linears if works_on(step, name) and divides(step, name)]
     if not inside:
-        raise TargetError(f"{where} allocate: overrides name all of its layers; leave allocate out")
+        raise TargetError(f"{label} allocate: overrides name all of its layers; leave allocate out")
     try:
         return _start(step, {name: names.shapes[name] for name in inside}, step.allocate)
     except ValueError as error:
-        raise TargetError(f"{where} allocate: {error}") from error
+        raise TargetError(f"{label} allocate: {error}") from error
 
 
 def _start(step: Quantizing, shapes: Mapping[str, tuple[int, int]], allocate: Bits) -> dict[str, Any]:
     """Return the options of one choice for all layers, and all choices complete.
 
-    Raises ValueError for an impossible budget.
+    Raises:
+        ValueError: for an impossible budget.
     """
     choices = allocate.choices_for(step.grid)
     steps = step.with_choices(choices)

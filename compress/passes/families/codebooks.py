@@ -28,20 +28,21 @@ class Outliers:
         return round(self.fraction * shape[0] * shape[1])
 
     def choose(self, score: Float[Tensor, "out in"], mask: Bool[Tensor, "out in"] | None) -> Bool[Tensor, "out in"]:
-        """The weights with the largest scores, among those that pruning kept."""
-        found = torch.zeros(score.shape, dtype=torch.bool, device=score.device)  # the score may be transposed
+        """Return the weights with the largest scores, among those that pruning kept."""
+        # a new tensor is contiguous, also if the score is transposed
+        is_outlier = torch.zeros(score.shape, dtype=torch.bool, device=score.device)
         count = self.count(score.shape)
         if count:
             flat = score.flatten() if mask is None else score.masked_fill(~mask, -torch.inf).flatten()
-            found.view(-1)[flat.topk(count).indices] = True
-        return found
+            is_outlier.view(-1)[flat.topk(count).indices] = True
+        return is_outlier
 
 
-def with_outliers(before: LayerScheme, codebook: CodebookScheme, *outliers: Outliers) -> LayerScheme:
-    """The scheme of a layer of indices, and of outliers if there are any."""
-    count = sum(one.count(before.shape) for one in outliers)
-    apart = (OutliersScheme(count, "position", outliers[0].dtype),) if count else ()
-    return before.with_parts(codebook, *apart)
+def with_outliers(layer: LayerScheme, codebook: CodebookScheme, *outliers: Outliers) -> LayerScheme:
+    """Return the scheme of a layer of indices, and of outliers if there are any."""
+    count = sum(fraction.count(layer.shape) for fraction in outliers)
+    outlier_parts = (OutliersScheme(count, "position", outliers[0].dtype),) if count else ()
+    return layer.with_parts(codebook, *outlier_parts)
 
 
 def look_up(
@@ -51,10 +52,11 @@ def look_up(
     chosen: Bool[Tensor, "out in"],
     dtype: str,
 ) -> list[WeightPart]:
-    """The parts of a layer whose weights become their nearest centers, and the chosen ones outliers.
+    """Return the parts of a layer whose weights become their nearest centers, and the chosen ones outliers.
 
-    centers: ascending; one row for all rows or one per row. If pruned weights exist, 0 joins the centers for them.
-    dtype: of the outliers. What is stored of an outlier is its difference from its center.
+    Args:
+        centers: ascending; one row for all rows or one per row. If pruned weights exist, 0 joins the centers for them.
+        dtype: of the outliers. What is stored of an outlier is its difference from its center.
     """
     books = centers.to(layer.storage)
     if layer.mask is not None:

@@ -62,10 +62,11 @@ class HessianPass(RegularizedPass):
 class CompensatingPass(HessianPass):
     """A layer pass that fits the layer's output on the calibration inputs.
 
-    error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in the
-    compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is
-    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant. V fits the calibration tokens closely,
-    so the pass starts from W + alpha (V - W).
+    Attributes:
+        error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in
+            the compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is V = W X~
+            X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant. V fits the calibration tokens closely,
+            so the pass starts from W + alpha (V - W).
     """
 
     error: Literal["symmetric", "asymmetric"] = Field(
@@ -87,15 +88,21 @@ class CompensatingPass(HessianPass):
     @property
     def hessian(self) -> type[Gram]:
         """The statistics of the inputs by which errors are compensated."""
-        seen = super().hessian
-        return seen if self.error == "symmetric" else UnitCrossGram if issubclass(seen, UnitGram) else CrossGram
+        observer = super().hessian
+        if self.error == "symmetric":
+            return observer
+        return UnitCrossGram if issubclass(observer, UnitGram) else CrossGram
 
     def fitted(
-        self, weight: Float[Tensor, "out in"], seen: Any, order: Tensor | None = None
+        self, weight: Float[Tensor, "out in"], statistics: Any, order: Tensor | None = None
     ) -> Float[Tensor, "out in"]:
-        """The weight to start from. order: of the columns in the factor that the pass uses."""
-        if not isinstance(seen, CrossGram):
+        """Return the weight to start from.
+
+        Args:
+            order: of the columns in the factor that the pass uses.
+        """
+        if not isinstance(statistics, CrossGram):
             return weight
         # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
         weight = weight.float()
-        return torch.addmm(weight, weight, seen.shift(self.regularization, order), alpha=self.alpha)
+        return torch.addmm(weight, weight, statistics.shift(self.regularization, order), alpha=self.alpha)

@@ -21,7 +21,11 @@ Forward = Callable[[Tensor], Tensor]
 
 @contextmanager
 def with_forwards(block: nn.Module, forwards: Mapping[str, Callable[[CompressedLinear], Forward]]) -> Iterator[None]:
-    """Replace the forward pass of linears inside the context. forwards: of each layer, by its name in the block."""
+    """Replace the forward pass of linears inside the context.
+
+    Args:
+        forwards: of each layer, by its name in the block.
+    """
     layers = {name: replace_linear(block, name) for name in forwards}
     for name, layer in layers.items():
         layer.forward = forwards[name](layer)  # type: ignore[method-assign]
@@ -60,7 +64,9 @@ def shuffled(batches: Sequence[int], seed: int) -> Iterator[int]:
 class Descent:
     """Gradient descent on the squared error of a block's output, one batch in each step.
 
-    targets: the wanted output for each batch. judged: the batches whose error decides which state is kept.
+    Attributes:
+        targets: the wanted output for each batch.
+        judged: the batches whose error decides which state is kept.
     """
 
     block: nn.Module
@@ -78,34 +84,36 @@ class Descent:
         optimizer: torch.optim.Optimizer,
         batches: Iterable[int],
         checked: Collection[int],
-        before: Callable[[int], None] = lambda done: None,
-        after: Callable[[], None] = lambda: None,
+        before_step: Callable[[int], None] = lambda steps_done: None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a step for each batch, then return to the state with the least error of those that were checked.
 
-        checked: the numbers of done steps after which the error is measured. before, after: called in every step, with
-        the number of done steps, and once the tensors have moved.
+        Args:
+            checked: the numbers of done steps after which the error is measured.
+            before_step, after_step: called in every step, with the number of done steps, and once the tensors have
+                moved.
         """
         learned = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         weights = shares([len(target) for target in self.targets], self.inputs.processes)
         best: tuple[float, list[Tensor]] | None = None
         if 0 in checked:
             best = self.error, [tensor.detach().clone() for tensor in learned]
-        for done, batch in enumerate(batches):
-            before(done)
+        for steps_done, batch in enumerate(batches):
+            before_step(steps_done)
             with torch.enable_grad():
-                found = self.inputs.forward(self.block, batch).float()
-                loss = nn.functional.mse_loss(found, self.targets[batch].float())
+                output = self.inputs.forward(self.block, batch).float()
+                loss = nn.functional.mse_loss(output, self.targets[batch].float())
                 (loss if self.inputs.processes.size == 1 else loss * weights[batch]).backward()
             add_gradients(learned, self.inputs.processes)
             optimizer.step()
             optimizer.zero_grad()
-            after()
-            if done + 1 in checked:
+            after_step()
+            if steps_done + 1 in checked:
                 error = self.error
                 if best is None or error < best[0]:
                     best = error, [tensor.detach().clone() for tensor in learned]
         assert best is not None, "no state was checked"
         with torch.no_grad():
-            for tensor, kept in zip(learned, best[1], strict=True):
-                tensor.copy_(kept)
+            for tensor, best_value in zip(learned, best[1], strict=True):
+                tensor.copy_(best_value)

@@ -32,13 +32,16 @@ Equalize = Callable[[Tensor], Tensor]
 class Readers:
     """The modules whose input columns share a scale per channel.
 
-    names: linears, and routers of experts. seen: the statistics of their inputs. link: the path to the module that can
-    absorb the scale, or None. inputs: of the block.
+    Attributes:
+        names: linears, and routers of experts.
+        statistics: of their inputs.
+        link: the path to the module that can absorb the scale, or None.
+        inputs: of the block.
     """
 
     block: nn.Module
     names: Sequence[str]
-    seen: Mapping[Group, Any]
+    statistics: Mapping[Group, Any]
     link: Link | None
     inputs: BlockInputs
     log: Log
@@ -55,13 +58,13 @@ class Readers:
     @property
     def absmax(self) -> Float[Tensor, " in"]:
         """The largest magnitude in each channel over all tokens."""
-        return torch.stack([found.absmax for found in self.seen.values()]).amax(0)
+        return torch.stack([observer.absmax for observer in self.statistics.values()]).amax(0)
 
     @property
     def linears(self) -> dict[str, CompressedLinear]:
         """The readers that are linears, by name; dense ones as a `CompressedLinear` that shares the weight."""
-        named = linears(self.block)
-        return {name: CompressedLinear.of(named[name]) for name in self.names if name in named}
+        linear_of = linears(self.block)
+        return {name: CompressedLinear.of(linear_of[name]) for name in self.names if name in linear_of}
 
     def fold(self, scale: Float[Tensor, " in"]) -> None:
         """Divide the inputs by a scale: in the module before, which is proved, or else in the readers' transforms.
@@ -71,12 +74,12 @@ class Readers:
         if self.link is None:
             for name in self.names:
                 replace_linear(self.block, name).rescale_input(scale)
-        elif not (done := fold(self.block, self.link, scale, self.inputs.probe)).kept:
+        elif not (folded := fold(self.block, self.link, scale, self.inputs.probe)).kept:
             message = f"folding the scale into {self.link.source} changed the block's output, so it was undone"
-            self.log("fallback", f"{self.where}: {message}", relative_error=done.error)
+            self.log("fallback", f"{self.where}: {message}", relative_error=folded.error)
             return
-        for found in self.seen.values():  # another link may have the same readers
-            found.divide(scale)
+        for observer in self.statistics.values():  # another link may have the same readers
+            observer.divide(scale)
 
 
 class EqualizingPass(BlockPass):
@@ -110,23 +113,25 @@ class EqualizingPass(BlockPass):
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         self.equalize(block, inputs, inputs.observe(self.statistics), log)
 
-    def equalize(self, block: nn.Module, inputs: BlockInputs, seen: Mapping[Group, Any], log: Log) -> None:
-        """Equalize the inputs of all groups; `seen` then describes the divided inputs."""
+    def equalize(self, block: nn.Module, inputs: BlockInputs, statistics: Mapping[Group, Any], log: Log) -> None:
+        """Equalize the inputs of all groups; `statistics` then describes the divided inputs."""
         linked = {name for link in inputs.links for name in link.readers}
         for group in inputs.groups:
             if linked & set(group.linears):
                 continue
             if self.unlinked == "leave":
-                where = ", ".join(group.linears)
-                log("note", f"{where}: no module before them can absorb a scale, so they are not smoothed")
+                reader_names = ", ".join(group.linears)
+                log("note", f"{reader_names}: no module before them can absorb a scale, so they are not smoothed")
             else:
-                self._equalize(Readers(block, group.linears, {group: seen[group]}, None, inputs, log))
+                self._equalize(Readers(block, group.linears, {group: statistics[group]}, None, inputs, log))
         for link in inputs.links:
             groups = [group for group in inputs.groups if set(group.linears) & set(link.readers)]
-            self._equalize(Readers(block, link.readers, {group: seen[group] for group in groups}, link, inputs, log))
+            self._equalize(
+                Readers(block, link.readers, {group: statistics[group] for group in groups}, link, inputs, log)
+            )
 
     def _equalize(self, readers: Readers) -> None:
-        if any(found.tokens for found in readers.seen.values()):
+        if any(observer.tokens for observer in readers.statistics.values()):
             scale = self.scale(readers)
             if scale is not None:
                 readers.fold(scale)
@@ -146,7 +151,7 @@ def smoothing(inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], alpha
 
 
 def weight_absmax(block: nn.Module, readers: Sequence[str]) -> Float[Tensor, " in"]:
-    """The largest magnitude in each input column over all readers that are linears, in float32."""
-    named = linears(block)
-    weights = [CompressedLinear.of(named[name]).weight for name in readers if name in named]
+    """Return the largest magnitude in each input column over all readers that are linears, in float32."""
+    linear_of = linears(block)
+    weights = [CompressedLinear.of(linear_of[name]).weight for name in readers if name in linear_of]
     return torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)

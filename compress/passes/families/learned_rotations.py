@@ -111,8 +111,8 @@ class RotationLearning(LoopOptions, Options):
     @property
     def group(self) -> GroupSize:
         """The columns of rounded weights that share a scale."""
-        own = None if self.weights is None else GRIDS[self.weights].group_size
-        return self.group_size or own or GROUP
+        grid_group = None if self.weights is None else GRIDS[self.weights].group_size
+        return self.group_size or grid_group or GROUP
 
     @property
     def text(self) -> str:
@@ -147,7 +147,7 @@ class RotationLearning(LoopOptions, Options):
         return 4 * tokens * (size.passed + logits) + (4 * 4 + 4 * 8) * size.hidden**2 + weights
 
     def rounding(self, shape: tuple[int, int]) -> InputRounding | None:
-        """The rounding of the inputs of a linear [out, in]."""
+        """Return the rounding of the inputs of a linear [out, in]."""
         grid = self.input_grid
         if grid is None:
             return None
@@ -155,7 +155,7 @@ class RotationLearning(LoopOptions, Options):
         return InputRounding(RoundingScheme(grid, scale, group=grid.group_size, clip=self.activation_clip), shape, {})
 
     def weight_rounding(self) -> Parametrization | None:
-        """The rounding of a weight."""
+        """Return the rounding of a weight."""
         if self.weights is None:
             return None
         grid = GRIDS[self.weights]
@@ -165,37 +165,45 @@ class RotationLearning(LoopOptions, Options):
 
 @dataclass(frozen=True, eq=False)
 class ValueLink:
-    """The values of an attention layer that may be rotated. block: its full name. link: names inside of the block."""
+    """The values of an attention layer that may be rotated.
+
+    Attributes:
+        block: its full name.
+        link: names inside of the block.
+    """
 
     block: str
     link: Permutation
     size: int
 
     def writer(self) -> tuple[str, Int[Tensor, "heads size"]]:
-        """The linear that writes the values, and its rows of each head."""
+        """Return the linear that writes the values, and its rows of each head."""
         rows = [self.link.channels[0][slots] for slots, _ in self.runs]
         return f"{self.block}.{self.link.sources[0]}", torch.stack(rows)
 
     def reader(self) -> tuple[str, Int[Tensor, "heads size"]]:
-        """The linear that reads the values, and its columns of each head."""
+        """Return the linear that reads the values, and its columns of each head."""
         columns = [run for _, read in self.runs for run in read]
         return f"{self.block}.{self.link.readers[0]}", torch.stack(columns)
 
     @property
     def runs(self) -> list[tuple[Tensor, list[Tensor]]]:
         """As `Permutation.runs`."""
-        found = self.link.runs(1)
-        assert found is not None, "the link has heads of one size"
-        return found
+        runs = self.link.runs(1)
+        assert runs is not None, "the link has heads of one size"
+        return runs
 
 
 @dataclass(frozen=True)
 class Learnable:
     """The rotations of a model that can be learned, and the linears whose inputs are rounded.
 
-    names: full names of the linears. size, readers, writers: channels of the hidden states, if these are rotated, and
-    the linears on both sides of them. values: the values that are rotated. online: the transform of the inputs of a
-    linear when it runs, or None.
+    Attributes:
+        names: full names of the linears.
+        size, readers, writers: channels of the hidden states, if these are rotated, and the linears on both sides of
+            them.
+        values: the values that are rotated.
+        online: the transform of the inputs of a linear when it runs, or None.
     """
 
     names: Sequence[str]
@@ -208,13 +216,18 @@ class Learnable:
 
 @dataclass(frozen=True)
 class Learned:
-    """Learned rotations, in float64. hidden: of hidden states, or None. values: in the order of the links."""
+    """Learned rotations, in float64.
+
+    Attributes:
+        hidden: of hidden states, or None.
+        values: in the order of the links.
+    """
 
     hidden: Float[Tensor, "n n"] | None
     values: Sequence[Float[Tensor, "size size"]]
 
 
-def learn_rotations(model: PreTrainedModel, found: Learnable, options: RotationLearning, run: Run) -> Learned:
+def learn_rotations(model: PreTrainedModel, learnable: Learnable, options: RotationLearning, run: Run) -> Learned:
     """Learn rotations that are applied in addition to those in the weights; they start at the identity.
 
     A step of Cayley SGD on R_0 C is R_0 times the step on C, so the result is that of a start at R_0. The model stays
@@ -222,48 +235,52 @@ def learn_rotations(model: PreTrainedModel, found: Learnable, options: RotationL
     """
     assert run.calibration is not None
     device = next(model.parameters()).device
-    sizes = {} if found.size is None else {HIDDEN: found.size}
-    sizes |= {_name(i): link.size for i, link in enumerate(found.values)}
+    sizes = {} if learnable.size is None else {HIDDEN: learnable.size}
+    sizes |= {_name(i): link.size for i, link in enumerate(learnable.values)}
     rotations = {name: nn.Parameter(torch.eye(size, device=device)) for name, size in sizes.items()}
-    layers = layers_of(model, found, options, rotations)
+    layers = layers_of(model, learnable, options, rotations)
     teacher = None
     if options.ce_weight < 1:
         unrounded = build(model, model.config, tensors(model))
         teacher = OnlineTeacher(unrounded, 1.0, run.label, run.lm_objective)
     loss = LanguageLoss(options.ce_weight, teacher=teacher, lm_objective=run.lm_objective)
     key = f"{run.storage} {run.lm_objective}"
-    where = TrainingContext(run.label, run.journal, run.folder_of_pass(), key)
-    with rotated(model, rotations, layers, where.label) as student:
-        run.training[where.label] = train(student, loss, run.calibration, options, where)
-    done = {name: nearest_orthogonal(parameter.detach()) for name, parameter in rotations.items()}
-    return Learned(done.get(HIDDEN), [done[_name(i)] for i in range(len(found.values))])
+    context = TrainingContext(run.label, run.journal, run.folder_of_pass(), key)
+    with rotated(model, rotations, layers, context.label) as student:
+        run.training[context.label] = train(student, loss, run.calibration, options, context)
+    orthogonal = {name: nearest_orthogonal(parameter.detach()) for name, parameter in rotations.items()}
+    return Learned(orthogonal.get(HIDDEN), [orthogonal[_name(i)] for i in range(len(learnable.values))])
 
 
 def layers_of(
-    model: nn.Module, found: Learnable, options: RotationLearning, rotations: Mapping[str, Tensor]
+    model: nn.Module, learnable: Learnable, options: RotationLearning, rotations: Mapping[str, Tensor]
 ) -> dict[str, RotatedLinear]:
-    """What is rotated and rounded in every linear. rotations: by name, of hidden states and of each value link."""
+    """What is rotated and rounded in every linear.
+
+    Args:
+        rotations: by name, of hidden states and of each value link.
+    """
     device = next(model.parameters()).device
-    inputs: dict[str, list[ChannelRotation]] = {name: [] for name in found.names}
-    outputs: dict[str, list[ChannelRotation]] = {name: [] for name in found.names}
-    if found.size is not None:
-        whole = FullRotation(rotations[HIDDEN])
-        for turns, side in ((inputs, found.readers), (outputs, found.writers)):
+    inputs: dict[str, list[ChannelRotation]] = {name: [] for name in learnable.names}
+    outputs: dict[str, list[ChannelRotation]] = {name: [] for name in learnable.names}
+    if learnable.size is not None:
+        hidden_turn = FullRotation(rotations[HIDDEN])
+        for turns, side in ((inputs, learnable.readers), (outputs, learnable.writers)):
             for name in side & turns.keys():
-                turns[name].append(whole)
-    for i, link in enumerate(found.values):
+                turns[name].append(hidden_turn)
+    for i, link in enumerate(learnable.values):
         for turns, (name, channels) in ((inputs, link.reader()), (outputs, link.writer())):
             turns[name].append(HeadRotation(rotations[_name(i)], channels.to(device)))
-    for name in found.names:
-        transform = found.online(name)
+    for name in learnable.names:
+        transform = learnable.online(name)
         inputs[name] += [] if transform is None else [OnlineHadamard(transform.to(device))]
-    shapes = {name: CompressedLinear.of(model.get_submodule(name)).shape for name in found.names}
+    shapes = {name: CompressedLinear.of(model.get_submodule(name)).shape for name in learnable.names}
     return {
         name: RotatedLinear(inputs[name], outputs[name], options.rounding(shapes[name]), options.weight_rounding())
-        for name in found.names
+        for name in learnable.names
     }
 
 
 def _name(index: int) -> str:
-    """The name of the rotation of a value link."""
+    """Return the name of the rotation of a value link."""
     return f"values_{index}"

@@ -27,10 +27,12 @@ from compress.passes.families.reconstruction import ErrorName
 
 
 @dataclass(frozen=True)
-class Start:
+class RoundingStart:
     """The start of a learned rounding.
 
-    wanted: [out, in], the weight whose nearest values are the codes. mask: True where weights are kept.
+    Attributes:
+        wanted: [out, in], the weight whose nearest values are the codes.
+        mask: True where weights are kept.
     """
 
     wanted: Float[Tensor, "out in"]
@@ -60,15 +62,15 @@ class BlockQuantizing(Quantizing, BlockPass):
         return Requirements(data=True, reference=self.error == "asymmetric", batches=True)
 
     def target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
-        """The wanted output of the block, which is not yet rounded."""
+        """Return the wanted output of the block, which is not yet rounded."""
         return inputs.reference(batch) if self.error == "asymmetric" else inputs.forward(block, batch)
 
     def options_of(self, inputs: BlockInputs, name: str) -> Self:
-        """The pass with the options of a layer of the block."""
+        """Return the pass with the options of a layer of the block."""
         return self.for_layer(inputs.layer(name).name) or self
 
     def roundings(self, inputs: BlockInputs) -> dict[str, InputRounding | None]:
-        """The rounding of the inputs of every layer, or None."""
+        """Return the rounding of the inputs of every layer, or None."""
         return {name: self.options_of(inputs, name).rounding(inputs.layer(name)) for name in inputs.names}
 
 
@@ -83,9 +85,9 @@ class LearnedRoundingPass(BlockQuantizing):
     )
 
     @classmethod
-    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_grid(cls, grid: Grid, options: Mapping[str, Any]) -> dict[str, Any]:
         """Also the scale search of the start."""
-        return ({"scale": "mse"} if given.get("start") == "rtn" else {}) | super().of_grid(grid, given)
+        return ({"scale": "mse"} if options.get("start") == "rtn" else {}) | super().of_grid(grid, options)
 
     @property
     def compensates(self) -> type[Gram] | None:
@@ -95,34 +97,34 @@ class LearnedRoundingPass(BlockQuantizing):
     def weighs_columns(self) -> bool:
         return self.start == "gptq"
 
-    def starts(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, Start]:
+    def starts(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, RoundingStart]:
         """Round every layer of the pass as a start."""
-        seen = inputs.observe(Gram)
-        found: dict[str, Start] = {}
+        statistics = inputs.observe(Gram)
+        starts: dict[str, RoundingStart] = {}
         for group in inputs.groups:
             names = [name for name in group.linears if name in inputs.names]
             weights = {name: CompressedLinear.of(block.get_submodule(name)).weight.float() for name in names}
             shared_absmax = max(float(weight.abs().max()) for weight in weights.values())
             for name, weight in weights.items():
-                gram = seen[group] if self.start == "gptq" and seen[group].tokens else None
+                gram = statistics[group] if self.start == "gptq" and statistics[group].tokens else None
                 if self.start == "gptq" and gram is None:
                     log(
                         "fallback",
                         f"{name}: no calibration token reached this layer; it starts from rounding to nearest",
                     )
-                found[name] = self.options_of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
-        return found
+                starts[name] = self.options_of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
+        return starts
 
     def begin(
-        self, weight: Float[Tensor, "out in"], seen: Gram | None, layer: Layer, shared_absmax: float | None = None
-    ) -> Start:
-        """Round a weight as a start: to nearest, or by GPTQ with static order if `seen` is given."""
+        self, weight: Float[Tensor, "out in"], statistics: Gram | None, layer: Layer, shared_absmax: float | None = None
+    ) -> RoundingStart:
+        """Round a weight as a start: to nearest, or by GPTQ with static order if `statistics` is given."""
         layer, mask = replace(layer, shared_absmax=shared_absmax), layer.mask
-        if seen is None:
-            return Start(weight, self.nearest(weight, layer), mask)
-        order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, Regularization(), order)
-        known = importance_of(factor, order) if self.scale == "importance" else None
-        options = replace(self.grid_options(layer), importance=known)
-        found = round_columns(weight, factor, options, mask, order, record_targets=True)
-        return Start(found.targets, found.codes, mask)
+        if statistics is None:
+            return RoundingStart(weight, self.nearest(weight, layer), mask)
+        order = statistics.diagonal.argsort(descending=True, stable=True)
+        factor = statistics.factor_of(layer.name, layer.log, Regularization(), order)
+        importance = importance_of(factor, order) if self.scale == "importance" else None
+        options = replace(self.grid_options(layer), importance=importance)
+        rounded = round_columns(weight, factor, options, mask, order, record_targets=True)
+        return RoundingStart(rounded.targets, rounded.codes, mask)

@@ -19,13 +19,13 @@ PLAIN_GROUP = 32
 
 
 def overrides_on_model(
-    step: Quantizing, named_ends: Sequence[End], names: ModuleNames, where: str
+    step: Quantizing, named_ends: Sequence[End], names: ModuleNames, label: str
 ) -> tuple[Override, ...]:
     """Return the overrides with patterns that hold for one model; those without layers are left out.
 
     Args:
         named_ends: the embedding and LM head, if the recipe targets them.
-        where: the label of the pass, for errors.
+        label: the label of the pass, for errors.
 
     Raises:
         TargetError: if an override matches no layer in its blocks.
@@ -33,7 +33,7 @@ def overrides_on_model(
     overrides = []
     for override in step.overrides:
         if override.blocks is not None:
-            override = _in_blocks(override, names, where)
+            override = _in_blocks(override, names, label)
         targets = names.ignored(override.targets, named_ends) if override.dense else names.full(override.targets)
         if targets:
             is_equal = targets == override.targets
@@ -41,12 +41,12 @@ def overrides_on_model(
     return tuple(overrides)
 
 
-def _in_blocks(override: Override, names: ModuleNames, where: str) -> Override:
+def _in_blocks(override: Override, names: ModuleNames, label: str) -> Override:
     blocks, count = override.blocks, len(names.blocks)
     assert blocks is not None
     inside = [n for n in names.linears if override.takes(n) and blocks.takes(names.block_of(n), count)]
     if not inside:
-        raise TargetError(f"{where} overrides: no layer matches {', '.join(override.targets)} in the chosen blocks")
+        raise TargetError(f"{label} overrides: no layer matches {', '.join(override.targets)} in the chosen blocks")
     return override.model_copy(update={"targets": tuple(inside), "blocks": None})
 
 
@@ -56,15 +56,15 @@ def with_fallbacks(step: Quantizing, names: ModuleNames) -> tuple[Override, ...]
     overrides: list[Override] = []
     is_changed = False
     for override in (*step.overrides, None):
-        own = step if override is None else None if override.dense else step.with_override(override)
+        own_step = step if override is None else None if override.dense else step.with_override(override)
         matched = dict.fromkeys(name for name in remaining if override is None or override.takes(name))
         remaining = [name for name in remaining if name not in matched]
-        block = None if own is None or own.fallback is None else own.grid.block
+        block = None if own_step is None or own_step.fallback is None else own_step.grid.block
         unfit = dict.fromkeys(name for name in matched if block is not None and names.shapes[name][1] % block)
         fit = [name for name in matched if name not in unfit]
         if unfit:
-            assert own is not None
-            options = {"weights": own.fallback, "group_size": PLAIN_GROUP}
+            assert own_step is not None
+            options = {"weights": own_step.fallback, "group_size": PLAIN_GROUP}
             overrides.append(Override.model_validate({"targets": tuple(unfit), **options}))
             is_changed = True
         if override is not None and (fit or not unfit):
@@ -72,13 +72,13 @@ def with_fallbacks(step: Quantizing, names: ModuleNames) -> tuple[Override, ...]
     return tuple(overrides) if is_changed else step.overrides
 
 
-def check_overrides(step: Quantizing, names: ModuleNames, where: str) -> None:
+def check_overrides(step: Quantizing, names: ModuleNames, label: str) -> None:
     """Raise TargetError for an override that matches none of the layers, or if overrides skip all layers."""
-    targeted = select(names.candidates(step.targets), step.targets, step.ignore, where)
-    override_of = resolve_overrides(step.overrides, targeted, where)
+    targeted = select(names.candidates(step.targets), step.targets, step.ignore, label)
+    override_of = resolve_overrides(step.overrides, targeted, label)
     if all(name in override_of and override_of[name].dense for name in targeted):
         raise TargetError(
-            f"{where}: the overrides skip all {len(targeted)} linears; remove weights: none from one of them"
+            f"{label}: the overrides skip all {len(targeted)} linears; remove weights: none from one of them"
         )
 
 

@@ -14,7 +14,7 @@ from compress.layers.scheme import LayerScheme
 from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.positions import LARGEST_M, SparseLayout
-from compress.passes.contract.facts import Effects, Fact, Zeros
+from compress.passes.contract.facts import Effects, Fact, RequiredSparsity
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
@@ -92,34 +92,37 @@ class Pruning(BaseModel):
             n, m = self.pattern.n_of_m
             regular = SparseLayout.regular(shape, n, m)
             return (*([regular] if m <= min(width, LARGEST_M) else []), SparseLayout(regular.kept))
-        kept = rows * width - round(self.zeros(shape).due * rows * width)
-        is_one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
-        return (*([SparseLayout.regular(shape, kept // rows, width)] if is_one_group else []), SparseLayout(kept))
+        kept_count = rows * width - round(self.zeros(shape).expected_sparsity * rows * width)
+        is_one_group = self.pattern.text == "row" and 0 < kept_count // rows < width <= LARGEST_M
+        return (
+            *([SparseLayout.regular(shape, kept_count // rows, width)] if is_one_group else []),
+            SparseLayout(kept_count),
+        )
 
-    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
-        """The sparsity due in a layer of this shape, at the given sparsity or at that of the pass."""
+    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> RequiredSparsity:
+        """Return the sparsity due in a layer of this shape, at the given sparsity or at that of the pass."""
         sparsity = self.target_sparsity if sparsity is None else sparsity
-        return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
+        return RequiredSparsity(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
 
-    def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
+    def prune(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer, sparsity: float) -> Solution:
         """Prune the layer to a sparsity; weights that earlier passes removed stay zero and count."""
-        keep = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
+        keep = self.pattern.keep(self.ranks(weight, statistics, layer), 1 - sparsity)
         keep = keep if layer.mask is None else keep & layer.mask
         return Solution(
             weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity)
         )
 
-    def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
-        """The scores, -1 where a weight is already removed; magnitudes, with a journal entry, if all are zero."""
-        score = self.score(weight, seen)
+    def ranks(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Float[Tensor, "out in"]:
+        """Return the scores, -1 for removed weights; magnitudes, with a journal entry, if all scores are zero."""
+        score = self.score(weight, statistics)
         if not bool(score.any()):
             layer.log("fallback", "all scores are zero; magnitudes are used instead")
             score = weight.abs()
         return score if layer.mask is None else score.masked_fill(~layer.mask, -1)
 
     @abstractmethod
-    def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
-        """The scores of all weights, at least 0; the weights with the smallest scores are removed."""
+    def score(self, weight: Float[Tensor, "out in"], statistics: Any) -> Float[Tensor, "out in"]:
+        """Return the scores of all weights, at least 0; the weights with the smallest scores are removed."""
 
 
 class PruningPass(Pruning, CompensatingPass):
@@ -161,13 +164,13 @@ class PruningPass(Pruning, CompensatingPass):
         return self.hessian if self.compensates else self.observes
 
     def memory(self, size: ProblemSize) -> int:
-        found = super().memory(size)
-        return max(found, repaired_in_mask_bytes(*size.shape)) if self.repair_steps else found
+        size_bytes = super().memory(size)
+        return max(size_bytes, repaired_in_mask_bytes(*size.shape)) if self.repair_steps else size_bytes
 
     def survey(self) -> Survey | None:
         return self.allocate.survey(self)
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:
         rows, width = self.pattern.whole((weight.shape[0], weight.shape[1]))
         if (rows, width) != weight.shape:
             message = (
@@ -177,16 +180,16 @@ class PruningPass(Pruning, CompensatingPass):
         sparsity = self.target_sparsity if layer.allocated is None else float(layer.allocated)
         if sparsity >= 1:
             layer.log("fallback", "the allocation removes all weights of this layer")
-        weight = self.fitted(weight, seen)
-        return self.repaired(weight, self.prune(weight, seen, layer, sparsity), seen)
+        weight = self.fitted(weight, statistics)
+        return self.repaired(weight, self.prune(weight, statistics, layer, sparsity), statistics)
 
-    def repaired(self, weight: Float[Tensor, "out in"], pruned: Solution, seen: Any) -> Solution:
-        """The solution with the kept weights fitted to the output of `weight`; codes stay."""
+    def repaired(self, weight: Float[Tensor, "out in"], pruned: Solution, statistics: Any) -> Solution:
+        """Return the solution with the kept weights fitted to the output of `weight`; codes stay."""
         steps = self.repair_steps
         if not steps or not isinstance(pruned.weight, Tensor):
             return pruned
         assert pruned.mask is not None, "a pass that prunes gives a mask"
-        found = repaired_in_mask(
-            weight.float(), pruned.weight, pruned.mask, seen.shrunk(self.regularization), self.damping, steps
+        fitted_weight = repaired_in_mask(
+            weight.float(), pruned.weight, pruned.mask, statistics.shrunk(self.regularization), self.damping, steps
         )
-        return replace(pruned, weight=found)
+        return replace(pruned, weight=fitted_weight)

@@ -44,8 +44,8 @@ def _search(value: Any) -> Any:
     if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
         raise ValueError(f"percentile {share!r} must be a fraction above 0.5 and at most 1, such as 0.999")
     if share is None and value not in ("absmax", "absmean", "mse", "importance") and not isinstance(value, Percentile):
-        known = "absmax, absmean, mse, importance, percentile, or {percentile: 0.999}"
-        raise ValueError(f"scale {value!r} is not known; write {known}")
+        known_searches = "absmax, absmean, mse, importance, percentile, or {percentile: 0.999}"
+        raise ValueError(f"scale {value!r} is not known; write {known_searches}")
     return value
 
 
@@ -116,9 +116,9 @@ class Quantizing(WeightGrid):
 
     def with_override(self, override: Override) -> Self:
         """Return the pass with the options of an override, for one layer."""
-        own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
-        own = {**self.under(own, override.options), **override.options}
-        return type(self).model_validate(own, context=INHERITED).model_copy(update={"allocate": None})
+        options = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
+        options = {**self.under(options, override.options), **override.options}
+        return type(self).model_validate(options, context=INHERITED).model_copy(update={"allocate": None})
 
     def with_choices(self, choices: Sequence[Choice]) -> tuple[Self, ...]:
         """Return the pass with the options of each choice of `allocate`, for one layer."""
@@ -129,14 +129,14 @@ class Quantizing(WeightGrid):
         """Return the pass with its own options, and with those of each override."""
         return [self, *(self.with_override(override) for override in self.overrides if not override.dense)]
 
-    def on_model(self, names: ModuleNames, where: str) -> Self:
-        step = super().on_model(names, where)
+    def on_model(self, names: ModuleNames, label: str) -> Self:
+        step = super().on_model(names, label)
         # layers outside of the blocks are named by the patterns of the recipe
-        overrides = overrides_on_model(step, names.reached(self.targets), names, where)
+        overrides = overrides_on_model(step, names.reached(self.targets), names, label)
         step = step if overrides == step.overrides else step.model_copy(update={"overrides": overrides})
         step = step.model_copy(update={"overrides": with_fallbacks(step, names)})
-        check_overrides(step, names, where)
-        return step if step.allocate is None else step.model_copy(update=budget_on_model(step, names, where))
+        check_overrides(step, names, label)
+        return step if step.allocate is None else step.model_copy(update=budget_on_model(step, names, label))
 
     def for_layer(self, name: str) -> Self | None:
         for override in self.overrides:
@@ -153,13 +153,13 @@ class Quantizing(WeightGrid):
         return None
 
     @classmethod
-    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_grid(cls, grid: Grid, options: Mapping[str, Any]) -> dict[str, Any]:
         """Also the scale search of the grid; that of 'importance' needs scales of parts of a row."""
-        found = super().of_grid(grid, given)
+        defaults = super().of_grid(grid, options)
         if grid.averaged:
-            return found | {"scale": "absmean"}
-        weighted = cls.model_fields["scale"].default == "importance" and given.get("group_size") == "tensor"
-        return found | ({"scale": "mse"} if weighted else {})
+            return defaults | {"scale": "absmean"}
+        weighted = cls.model_fields["scale"].default == "importance" and options.get("group_size") == "tensor"
+        return defaults | ({"scale": "mse"} if weighted else {})
 
     def effects(self, layer: LayerScheme) -> Effects:
         codes = CodesScheme(self.grid, self.group_size, self.symmetric, self.indexed, self.float_zeros, self.scale_rows)
@@ -289,11 +289,11 @@ class Quantizing(WeightGrid):
             raise ValueError("activation_scale: group needs a group_size in columns, such as group_size: 128")
 
     def signed(self, layer: Layer) -> bool:
-        """Whether the search for scales may choose negative ones."""
+        """Return whether the search for scales may choose negative ones."""
         return layer.negative_scales and self.tries_signs
 
     def grid_options(self, layer: Layer) -> GridOptions:
-        """The options of this pass for rounding column by column."""
+        """Return the options of this pass for rounding column by column."""
         return GridOptions(
             self.grid,
             self.group_size,
@@ -322,9 +322,10 @@ class Quantizing(WeightGrid):
         )
 
     def rounding(self, layer: Layer) -> InputRounding | None:
-        """The rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
+        """Return the rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
 
-        Raises NumericError when the scale is static and no calibration token reached the layer.
+        Raises:
+            NumericError: when the scale is static and no calibration token reached the layer.
         """
         scheme = self.rounding_scheme
         if self.input_grid is None or scheme is None or scheme.scale != "static":
@@ -350,13 +351,15 @@ class QuantizingPass(Quantizing, LayerPass):
 
     @property
     def compensates(self) -> type[Gram] | None:
-        seen = self.observer
-        return seen.alone if issubclass(seen, CrossGram) else seen if issubclass(seen, Gram) else None
+        observer = self.observer
+        if issubclass(observer, CrossGram):
+            return observer.alone
+        return observer if issubclass(observer, Gram) else None
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        codes, rounding = self.codes(weight, seen, layer), self.rounding(layer)
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:
+        codes, rounding = self.codes(weight, statistics, layer), self.rounding(layer)
         return Solution(codes, transforms=() if rounding is None else (rounding,))
 
     @abstractmethod
-    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | Sequence[WeightPart]:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Codes | Sequence[WeightPart]:
         """Quantize the weight, to codes or to parts; weights outside of layer.mask must decode to exactly zero."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.passes.contract.facts import Log
-from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.journal import Journal, JournalEntry
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.passes import BlockPass, works_on
 from compress.passes.contract.processes import Processes
@@ -29,12 +29,16 @@ Targets = Callable[[int], Tensor]
 
 
 def relative_square(
-    found: Float[Tensor, "*any"], wanted: Float[Tensor, "*any"], energy: Tensor | None = None
+    output: Float[Tensor, "*any"], target: Float[Tensor, "*any"], energy: Tensor | None = None
 ) -> Tensor:
-    """||found - wanted||^2 / ||wanted||^2 in float32. energy: to divide by instead of ||wanted||^2."""
-    wanted = wanted.float()
-    energy = wanted.square().sum() if energy is None else energy
-    return (found.float() - wanted).square().sum() / energy.clamp(min=1e-30)
+    """||found - wanted||^2 / ||wanted||^2 in float32.
+
+    Args:
+        energy: to divide by instead of ||wanted||^2.
+    """
+    target = target.float()
+    energy = target.square().sum() if energy is None else energy
+    return (output.float() - target).square().sum() / energy.clamp(min=1e-30)
 
 
 def block_energies(inputs: BlockInputs, targets: Targets) -> Sequence[Tensor | None]:
@@ -45,24 +49,28 @@ def block_energies(inputs: BlockInputs, targets: Targets) -> Sequence[Tensor | N
     processes = inputs.processes
     if processes.size == 1:
         return [None] * inputs.batches
-    own = torch.stack([targets(batch).float().square().sum() for batch in range(inputs.batches)])
-    return list(processes.sum(own) / processes.size)
+    local_energies = torch.stack([targets(batch).float().square().sum() for batch in range(inputs.batches)])
+    return list(processes.sum(local_energies) / processes.size)
 
 
 def block_error(block: nn.Module, inputs: BlockInputs, targets: Targets, batches: Iterable[int]) -> float:
     """||block(X) - target||^2 / ||target||^2 over the given batches, by their numbers."""
     error = energy = 0.0
     for batch in batches:
-        wanted = targets(batch).float()
-        error += float((inputs.forward(block, batch).float() - wanted).square().sum())
-        energy += float(wanted.square().sum())
+        target = targets(batch).float()
+        error += float((inputs.forward(block, batch).float() - target).square().sum())
+        energy += float(target.square().sum())
     error, energy = inputs.processes.totals(error, energy)
     return error / max(energy, 1e-30)
 
 
 def shares(sizes: Sequence[int], processes: Processes) -> list[float]:
-    """The fraction of each batch that this process has. sizes: its number of sequences of each batch."""
-    return [own / sum(parts) for own, *parts in zip(sizes, *processes.gather(sizes), strict=True)]
+    """Return the fraction of each batch that this process has.
+
+    Args:
+        sizes: its number of sequences of each batch.
+    """
+    return [local_size / sum(parts) for local_size, *parts in zip(sizes, *processes.gather(sizes), strict=True)]
 
 
 @torch.no_grad()
@@ -70,11 +78,13 @@ def add_gradients(parameters: Sequence[Tensor], processes: Processes) -> None:
     """Replace gradients by their sums over all processes; one that no process has stays None."""
     if processes.size == 1:
         return
-    known = torch.tensor([parameter.grad is not None for parameter in parameters])
-    own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-    owners, *found = processes.sums([known.int(), *own])
-    for parameter, some, gradient in zip(parameters, owners.tolist(), found, strict=True):
-        parameter.grad = gradient if some else None
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters])
+    local_gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters
+    ]
+    owners, *gradients = processes.sums([has_gradient.int(), *local_gradients])
+    for parameter, owner_count, gradient in zip(parameters, owners.tolist(), gradients, strict=True):
+        parameter.grad = gradient if owner_count else None
 
 
 class ReconstructionPass(TrainingOptions, BlockPass):
@@ -86,19 +96,20 @@ class ReconstructionPass(TrainingOptions, BlockPass):
     )
 
     def judged(self, batches: int) -> list[int]:
-        """The numbers of the batches that decide: the held-out ones, or all."""
-        trained, held = self.split(batches)
-        return held or trained
+        """Return the numbers of the batches that decide: the held-out ones, or all."""
+        trained, held_out = self.split(batches)
+        return held_out or trained
 
     def learn(
         self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log, parametrize: Parametrize = masked
     ) -> tuple[int, list[str]]:
         """Train the block in place; returns the number of steps, and the names of trained norms and biases.
 
-        parametrize: how the weights of dense linears are trained.
+        Args:
+            parametrize: how the weights of dense linears are trained.
         """
 
-        def show(entry: Entry) -> None:
+        def show(entry: JournalEntry) -> None:
             if entry.kind == "progress":
                 log(entry.kind, entry.message, **entry.figures)
 
@@ -111,7 +122,7 @@ class ReconstructionPass(TrainingOptions, BlockPass):
         def takes(name: str) -> bool:
             return works_on(self, f"{inputs.name}.{name}")
 
-        where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
+        context = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
         chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, is_whole_model=False)
         with chosen as student:
             if student.untrained_layers:
@@ -122,6 +133,6 @@ class ReconstructionPass(TrainingOptions, BlockPass):
                     first=student.untrained_layers[0],
                 )
             examples = torch.arange(inputs.batches)
-            steps: int = train(student, objective, examples, self, where, parts=True)["steps"]
-            others = [*student.parameters["norms"], *student.parameters["biases"]]
-        return steps, others
+            steps: int = train(student, objective, examples, self, context, parts=True)["steps"]
+            norms_and_biases = [*student.parameters["norms"], *student.parameters["biases"]]
+        return steps, norms_and_biases

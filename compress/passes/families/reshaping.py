@@ -27,11 +27,15 @@ class ReshapingPass(ModelPass):
     def requires(self) -> Requirements:
         return Requirements(data=True, new_shape=True, rehearsal=self)
 
-    def check_all_taken(self, names: Iterable[str], where: str, why: str) -> None:
-        """Raise TargetError if the targets exclude one of the linears. why: what is the same in all of them."""
+    def check_all_taken(self, names: Iterable[str], label: str, why: str) -> None:
+        """Raise TargetError if the targets exclude one of the linears.
+
+        Args:
+            why: what is the same in all of them.
+        """
         for name in names:
             if not works_on(self, name):
-                raise TargetError(f"{where}: {name} is left out by targets or ignore, but {why}")
+                raise TargetError(f"{label}: {name} is left out by targets or ignore, but {why}")
 
     @abstractmethod
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig: ...
+    def outcome(self, model: PreTrainedModel, label: str) -> PretrainedConfig: ...

@@ -29,9 +29,11 @@ SMALLEST_BLOCK = 16  # of a Hadamard matrix that does not fit the whole width: a
 
 
 class GaussianCode(NamedTuple):
-    """A code of blocks of Gaussian weights. scale: that of the least squared error for weights of variance 1.
+    """A code of blocks of Gaussian weights.
 
-    tensors: what the part stores besides codes, scales and signs.
+    Attributes:
+        scale: that of the least squared error for weights of variance 1.
+        tensors: what the part stores besides codes, scales and signs.
     """
 
     blocks: BlockCode
@@ -53,14 +55,22 @@ class RotatedPass(HessianPass):
 
     @abstractmethod
     def scheme(self, rotated: int | None) -> ScaledRowsScheme:
-        """The scheme of the part. rotated: rows of a Hadamard matrix; None: rows are not rotated."""
+        """Return the scheme of the part.
+
+        Args:
+            rotated: rows of a Hadamard matrix; None: rows are not rotated.
+        """
 
     @abstractmethod
     def code_of(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
-        """The code that the weights are rounded to. storage: the dtype of stored floats."""
+        """Return the code that the weights are rounded to.
+
+        Args:
+            storage: the dtype of stored floats.
+        """
 
     @abstractmethod
-    def improve(self, found: BlockSweep) -> None:
+    def improve(self, sweep: BlockSweep) -> None:
         """Improve scales and codes after the sweep."""
 
     def _rotated(self, rows: int) -> int | None:
@@ -79,8 +89,8 @@ class RotatedPass(HessianPass):
     def memory(self, size: ProblemSize) -> int:
         return 2 * super().memory(size) + 2 * factor_bytes(size.shape[1])
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        if seen.tokens == 0:
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
+        if statistics.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer")
         rows, width = weight.shape
         turn = Hadamard.of(largest_block(width), self.seed, (rows, width)).to(weight.device)
@@ -89,15 +99,15 @@ class RotatedPass(HessianPass):
         if scheme.rotated is not None:
             signs = signs_of(rows, self.seed + 1).to(weight.device)
             turned = rotated_rows(turned, signs, scheme.rotated)
-        hessian = turn(turn(seen.shrunk(self.regularization)).T.contiguous())
+        hessian = turn(turn(statistics.shrunk(self.regularization)).T.contiguous())
         factor, used = inverse_factor(hessian, self.damping)
         if used != self.damping:
             layer.log("fallback", "damping raised until the Hessian was positive definite", damping=used)
-        first = turned.square().mean(1).sqrt() * code.scale
-        found = BlockSweep(turned, damped(hessian, used), code.blocks, first, layer.storage)
-        found.sweep(factor)
-        self.improve(found)
-        stored = {"codes": found.codes.flatten(1), "scale": found.scale.to(layer.storage), "signs": signs}
+        scale = turned.square().mean(1).sqrt() * code.scale
+        sweep = BlockSweep(turned, damped(hessian, used), code.blocks, scale, layer.storage)
+        sweep.sweep(factor)
+        self.improve(sweep)
+        stored = {"codes": sweep.codes.flatten(1), "scale": sweep.scale.to(layer.storage), "signs": signs}
         part = COMPONENTS[scheme.kind](scheme, (rows, width), stored | code.tensors)
         assert isinstance(part, WeightPart)
         return Solution([part], transforms=(turn,))

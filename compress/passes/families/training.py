@@ -140,30 +140,30 @@ class TrainingPass(TrainingOptions, ModelPass):
 
     def apply(self, model: nn.Module, run: Run) -> None:
         assert run.calibration is not None
-        where = self.where(run)
+        context = self.where(run)
         with self.objective(run) as objective, self.student(model, run) as student:
-            run.training[where.label] = train(student, objective, run.calibration, self, where)
+            run.training[context.label] = train(student, objective, run.calibration, self, context)
 
     def where(self, run: Run) -> TrainingContext:
-        """The context of the training loop."""
+        """Return the context of the training loop."""
         key = f"{run.storage} {self._lm_objective(run)}"
         return TrainingContext(run.label or self.key(), run.journal, run.folder_of_pass(), key)
 
-    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
         remedy = "write ce_weight: 0, so that it learns a teacher's outputs, or use distill"
         if self.ce_weight > 0:
-            check_learns(lm_objective, where, remedy)
+            check_learns(lm_objective, label, remedy)
         if self.token_scale is not None:
-            check_learns(lm_objective, where, "leave token_scale out, which weighs tokens by their loss")
+            check_learns(lm_objective, label, "leave token_scale out, which weighs tokens by their loss")
         if isinstance(lm_objective, TargetTokens) and (self.hidden or self.cosine):
             raise RecipeError(
-                f"{where}: hidden and cosine compare the hidden states of one stack of blocks, and an encoder-decoder "
+                f"{label}: hidden and cosine compare the hidden states of one stack of blocks, and an encoder-decoder "
                 "model has two; leave them out"
             )
         if isinstance(lm_objective, MaskedTokens):
             return replace(lm_objective, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
         if self.mask_probability is not None:
-            raise RecipeError(f"{where}: mask_probability has no effect on a model of {lm_objective.of}; leave it out")
+            raise RecipeError(f"{label}: mask_probability has no effect on a model of {lm_objective.of}; leave it out")
         return lm_objective
 
     def _lm_objective(self, run: Run) -> LMObjective:
@@ -175,12 +175,18 @@ class TrainingPass(TrainingOptions, ModelPass):
         label = run.label or self.key()
         with trainable(model, self.kinds, partial(works_on, self), run.storage, label, self.parametrize) as student:
             if student.untrained_layers:
-                run.journal.add("fallback", label, UNTRAINED_SCALES, layers=len(student.untrained_layers), first=student.untrained_layers[0])
+                run.journal.add(
+                    "fallback",
+                    label,
+                    UNTRAINED_SCALES,
+                    layers=len(student.untrained_layers),
+                    first=student.untrained_layers[0],
+                )
             yield student
 
     @contextmanager
     def objective(self, run: Run) -> Iterator[LanguageLoss]:
-        """The loss; a teacher that runs in every step is open inside of the context."""
+        """Return the loss; a teacher that runs in every step is open inside of the context."""
         with self._teacher(run) as teacher:
             yield LanguageLoss(
                 self.ce_weight,
@@ -208,8 +214,8 @@ class TrainingPass(TrainingOptions, ModelPass):
     def _cached_teacher(self, run: Run, top_k: int) -> CachedTeacher:
         label = run.label or self.key()
 
-        def report_progress(done: int, of: int) -> None:
-            run.journal.add("progress", label, "outputs of the teacher", done=done, of=of)
+        def report_progress(sequences_done: int, of: int) -> None:
+            run.journal.add("progress", label, "outputs of the teacher", done=sequences_done, of=of)
 
         assert run.calibration is not None and run.open_teacher is not None
         opened = partial(run.open_teacher, self.teacher)
@@ -230,32 +236,40 @@ class SparseTrainingPass(Pruning, TrainingPass):
     def effects(self, layer: LayerScheme) -> Effects:
         return replace(super().effects(layer), uneven=not isinstance(self.allocate, Uniform))
 
-    def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
+    def score(self, weight: Float[Tensor, "out in"], statistics: Any) -> Float[Tensor, "out in"]:
         return weight.abs()
 
     @contextmanager
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
         """As of all training passes; an allocation, found before the training, gives each layer its own sparsity."""
-        found, label = self.allocated(model, run), run.label or self.key()
+        sparsity_of, label = self.allocated(model, run), run.label or self.key()
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
-            own = self.model_copy(update={"sparsity": found[name], "allocate": Uniform()}) if found else self
-            return own.parametrize(name, layer)
+            own_step = (
+                self.model_copy(update={"sparsity": sparsity_of[name], "allocate": Uniform()}) if sparsity_of else self
+            )
+            return own_step.parametrize(name, layer)
 
         with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
             if student.untrained_layers:
-                run.journal.add("fallback", label, UNTRAINED_SCALES, layers=len(student.untrained_layers), first=student.untrained_layers[0])
+                run.journal.add(
+                    "fallback",
+                    label,
+                    UNTRAINED_SCALES,
+                    layers=len(student.untrained_layers),
+                    first=student.untrained_layers[0],
+                )
             yield student
 
     def allocated(self, model: nn.Module, run: Run) -> Mapping[str, float]:
-        """The sparsity of each layer, by full name; empty if all have that of the pass."""
+        """Return the sparsity of each layer, by full name; empty if all have that of the pass."""
         survey = self.allocate.survey(self)
         if survey is None:
             return {}
         assert isinstance(model, PreTrainedModel)
         label, blocks = run.label or self.key(), find_blocks(model)
-        every = [f"{block.name}.{name}" for block in blocks for name in linears(block.module)]
-        found = survey_model(model, survey, [name for name in every if works_on(self, name)], run, label)
-        figures = {"least": round(min(found.values()), 4), "most": round(max(found.values()), 4)}
+        names = [f"{block.name}.{name}" for block in blocks for name in linears(block.module)]
+        sparsity_of = survey_model(model, survey, [name for name in names if works_on(self, name)], run, label)
+        figures = {"least": round(min(sparsity_of.values()), 4), "most": round(max(sparsity_of.values()), 4)}
         run.journal.add("note", label, f"sparsities of the layers by {self.allocate.key}", **figures)
-        return found
+        return sparsity_of

@@ -41,14 +41,15 @@ GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
 
 def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
     """Raise ValueError if a grid does not support these options."""
-    own = GRIDS[name].group_size
+    grid_group = GRIDS[name].group_size
     if symmetric and GRIDS[name].offset:
         raise ValueError(f"symmetric: true: each group of {name} has a minimum; leave symmetric out")
     if not symmetric and GRIDS[name].symmetric_only:
         raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
-    if own is not None and group_size != own:
+    if grid_group is not None and group_size != grid_group:
         raise ValueError(
-            f"group_size {group_size}: {name} has one scale for {own} columns; write {own}, or leave group_size out"
+            f"group_size {group_size}: {name} has one scale for {grid_group} columns; write {grid_group}, or leave "
+            "group_size out"
         )
 
 
@@ -73,10 +74,10 @@ class WeightGrid(Pass):
         return values if grid is None else cls.of_grid(grid, values) | values
 
     @classmethod
-    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_grid(cls, grid: Grid, options: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults of a grid, where they differ from those of the pass: a fixed group size; a minimum per group."""
-        found: dict[str, Any] = {} if grid.group_size is None else {"group_size": grid.group_size}
-        return found | ({"symmetric": False} if grid.offset else {})
+        defaults: dict[str, Any] = {} if grid.group_size is None else {"group_size": grid.group_size}
+        return defaults | ({"symmetric": False} if grid.offset else {})
 
     @property
     def grid(self) -> Grid:

@@ -81,34 +81,34 @@ class ChannelPermutation(BlockPass):
         return f"it needs pattern {self.pattern.text}; write the same pattern in both passes"
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = inputs.observe(InputNorm) if self.requires.data else {}
-        norms = {name: found for group, found in seen.items() for name in group.linears}
-        left: dict[str, str] = {}  # the reason why readers are not folded
+        statistics = inputs.observe(InputNorm) if self.requires.data else {}
+        norms = {name: observer for group, observer in statistics.items() for name in group.linears}
+        reason_of: dict[str, str] = {}  # the reason why readers are not folded
         folded: set[str] = set()
         for link in inputs.permutations:
             names = [name for name in link.readers if name in inputs.names]
             reason = self._fold(block, inputs, link, self._scores(block, names, norms, log), log)
             folded |= set() if reason else set(link.readers)
-            left |= dict.fromkeys(names, reason or "")
+            reason_of |= dict.fromkeys(names, reason or "")
         for group in inputs.groups:
             names = [name for name in group.linears if name in inputs.names and name not in folded]
             if names:
-                self._unlinked(block, inputs, names, left.get(names[0]) or _reason(group), norms, log)
+                self._unlinked(block, inputs, names, reason_of.get(names[0]) or _reason(group), norms, log)
 
     def _scores(
         self, block: nn.Module, names: Sequence[str], norms: Mapping[str, InputNorm], log: Log
     ) -> Float[Tensor, "rows in"]:
-        """The scores of all linears that share their input channels, as rows."""
-        found = []
+        """Return the scores of all linears that share their input channels, as rows."""
+        scores = []
         for name in names:
-            weight, seen = CompressedLinear.of(block.get_submodule(name)).weight.float(), norms.get(name)
-            if seen is not None and not seen.tokens:
+            weight, statistics = CompressedLinear.of(block.get_submodule(name)).weight.float(), norms.get(name)
+            if statistics is not None and not statistics.tokens:
                 log("fallback", f"{name}: no calibration token reached it, so magnitudes decide its order")
-            if seen is None or not seen.tokens:
-                found.append(weight.abs())
+            if statistics is None or not statistics.tokens:
+                scores.append(weight.abs())
             else:
-                found.append((wanda if self.score == "wanda" else ria)(weight, seen.norm))
-        return torch.cat(found)
+                scores.append((wanda if self.score == "wanda" else ria)(weight, statistics.norm))
+        return torch.cat(scores)
 
     def _search(self, score: Float[Tensor, "rows in"]) -> tuple[Int[Tensor, " in"], float, float]:
         """Return (order, kept score before, kept score after)."""
@@ -127,18 +127,18 @@ class ChannelPermutation(BlockPass):
         if runs is None:
             span = self.pattern.span
             return f"channels may be permuted only inside of heads, whose width is no multiple of {span} columns"
-        order, before, after = torch.arange(len(link.parts)), 0.0, 0.0
+        order, score_before, score_after = torch.arange(len(link.parts)), 0.0, 0.0
         for slots, read in runs:
-            found, *kept = self._search(torch.cat([score[:, columns.to(score.device)] for columns in read]))
-            order[slots] = slots[found.cpu()]
-            before, after = before + kept[0], after + kept[1]
-        done = permute(block, link, order, inputs.probe)
-        where, sources = ", ".join(link.readers), ", ".join(link.sources)
-        if not done.kept:
+            permutation, *sums = self._search(torch.cat([score[:, columns.to(score.device)] for columns in read]))
+            order[slots] = slots[permutation.cpu()]
+            score_before, score_after = score_before + sums[0], score_after + sums[1]
+        rewrite = permute(block, link, order, inputs.probe)
+        reader_names, sources = ", ".join(link.readers), ", ".join(link.sources)
+        if not rewrite.kept:
             reason = f"folding an order into {sources} would change the block's output, so it was undone"
-            log("fallback", f"{where}: {reason}", relative_error=done.error)
+            log("fallback", f"{reader_names}: {reason}", relative_error=rewrite.error)
             return reason
-        _log_kept(log, f"{where}: permuted, folded into {sources}", score, before, after)
+        _log_kept(log, f"{reader_names}: permuted, folded into {sources}", score, score_before, score_after)
         return None
 
     def _unlinked(
@@ -151,13 +151,13 @@ class ChannelPermutation(BlockPass):
         log: Log,
     ) -> None:
         """Handle linears of one input tensor whose channels keep their order."""
-        where = ", ".join(names)
+        reader_names = ", ".join(names)
         if self.unlinked == "keep":
             score = self._scores(block, names, norms, log)
-            order, before, after = self._search(score)
-            for name in names if after > before else ():
+            order, score_before, score_after = self._search(score)
+            for name in names if score_after > score_before else ():
                 replace_linear(block, name).permute_input(order)
-            _log_kept(log, f"{where}: permuted, at run time", score, before, after)
+            _log_kept(log, f"{reader_names}: permuted, at run time", score, score_before, score_after)
             return
         full = [inputs.layer(name).name for name in names]
         required = [name for name in full if self.unlinked == "refuse" or name in self._named()]
@@ -166,15 +166,15 @@ class ChannelPermutation(BlockPass):
                 f"{self.key()}: {required[0]} cannot be permuted by folding: {reason}; use unlinked: keep, "
                 "or leave it out (ignore)"
             )
-        log("note", f"{where}: not permuted: {reason}")
+        log("note", f"{reader_names}: not permuted: {reason}")
 
     def _named(self) -> set[str]:
-        """The targets that are full names of linears."""
+        """Return the targets that are full names of linears."""
         return {target for target in self.targets if not set(WILD) & set(target)}
 
 
 def _reason(group: Group) -> str:
-    """The reason why the inputs of a group cannot be permuted by folding."""
+    """Return the reason why the inputs of a group cannot be permuted by folding."""
     if group.norm is not None:
         return (
             f"its input comes from {group.norm} and so from the residual stream, whose channels all blocks read and "
@@ -183,7 +183,7 @@ def _reason(group: Group) -> str:
     return "no linear of the block writes its input channels in a permutable way"
 
 
-def _log_kept(log: Log, message: str, score: Float[Tensor, "rows in"], before: float, after: float) -> None:
+def _log_kept(log: Log, message: str, score: Float[Tensor, "rows in"], score_before: float, score_after: float) -> None:
     """Journal the fractions of the total score that the pattern keeps."""
     total = max(float(score.sum(dtype=torch.float64)), 1e-30)
-    log("note", message, kept_before=before / total, kept_after=after / total)
+    log("note", message, kept_before=score_before / total, kept_after=score_after / total)

@@ -92,9 +92,9 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         if self.shift and readers.link is not None:
             self.center(readers)
         inputs = readers.equalize(readers.absmax)
-        wanted = readers.inputs.forward(readers.block, 0).float()
+        target = readers.inputs.forward(readers.block, 0).float()
         trials = {threshold: suppressing(inputs, threshold) for threshold in self.thresholds(inputs)}
-        errors = {threshold: self.error(readers, scale, wanted) for threshold, scale in trials.items()}
+        errors = {threshold: self.error(readers, scale, target) for threshold, scale in trials.items()}
         best, largest = min(errors, key=lambda threshold: errors[threshold]), max(errors)
         figures = {"threshold": best, "range": largest, "error": errors[best], "unscaled": errors[largest]}
         readers.log("note", f"{readers.where}: the best of {len(trials)} thresholds", **figures)
@@ -106,22 +106,26 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         if missing := without_bias(readers.block, readers.link):
             readers.log("note", f"{readers.where}: not shifted, because {', '.join(missing)} has no bias")
             return
-        found: list[InputRange] = list(readers.seen.values())
-        high = readers.equalize(torch.stack([one.high for one in found]).amax(0))
-        low = -readers.equalize(-torch.stack([one.low for one in found]).amin(0))
+        ranges: list[InputRange] = list(readers.statistics.values())
+        high = readers.equalize(torch.stack([channel_range.high for channel_range in ranges]).amax(0))
+        low = -readers.equalize(-torch.stack([channel_range.low for channel_range in ranges]).amin(0))
         # z_j = (max X_j + min X_j) / 2
         shift = (high + low) / 2
-        done = fold_shift(readers.block, readers.link, shift, readers.inputs.probe)
-        if not done.kept:
+        rewrite = fold_shift(readers.block, readers.link, shift, readers.inputs.probe)
+        if not rewrite.kept:
             message = f"not shifted, because a shift of {readers.link.source} does not reach them unchanged"
-            readers.log("note", f"{readers.where}: {message}", relative_error=done.error)
+            readers.log("note", f"{readers.where}: {message}", relative_error=rewrite.error)
             return
-        for one in found:
-            one.subtract(shift)
+        for channel_range in ranges:
+            channel_range.subtract(shift)
         readers.log("note", f"{readers.where}: shifted", largest=float(shift.abs().max()))
 
     def thresholds(self, inputs: Float[Tensor, " in"]) -> list[float]:
-        """The thresholds to try, from the range of the input, which is no scale, down. inputs: max|X_j|."""
+        """Return the thresholds to try, from the range of the input, which is no scale, down.
+
+        Args:
+            inputs: max|X_j|.
+        """
         live = inputs[inputs > 0]
         if not len(live):
             return [1.0]
@@ -129,18 +133,18 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         ratio = max(1 / SPAN, float(live.min()) / top)
         return list(dict.fromkeys(top * ratio ** (step / self.steps) for step in range(self.steps + 1)))
 
-    def error(self, readers: Readers, scale: Float[Tensor, " in"], wanted: Float[Tensor, "*out"]) -> float:
+    def error(self, readers: Readers, scale: Float[Tensor, " in"], target: Float[Tensor, "*out"]) -> float:
         """||block'(X) - block(X)|| / ||block(X)|| on the first batch; block': with its readers scaled and rounded."""
         with self.rounded(readers, scale):
-            found = readers.inputs.forward(readers.block, 0).float()
-        error, energy = float((found - wanted).square().sum()), float(wanted.square().sum())
+            output = readers.inputs.forward(readers.block, 0).float()
+        error, energy = float((output - target).square().sum()), float(target.square().sum())
         error, energy = readers.inputs.processes.totals(error, energy)
         return (error / max(energy, 1e-30)) ** 0.5
 
     @contextmanager
     def rounded(self, readers: Readers, scale: Float[Tensor, " in"]) -> Iterator[None]:
-        """The block with rounded weights W s and inputs X / s of the readers; as before at the end."""
-        grid, before = GRIDS[self.activations], {name: readers.block.get_submodule(name) for name in readers.linears}
+        """Return the block with rounded weights W s and inputs X / s of the readers; as before at the end."""
+        grid, modules = GRIDS[self.activations], {name: readers.block.get_submodule(name) for name in readers.linears}
         top = (readers.absmax / scale).max()
         storage = readers.inputs.storage
         rounding = (
@@ -157,12 +161,16 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
                 _replace(readers.block, name, trial)
             yield
         finally:
-            for name, module in before.items():
+            for name, module in modules.items():
                 _replace(readers.block, name, module)
 
 
 def suppressing(inputs: Float[Tensor, " in"], threshold: float) -> Float[Tensor, " in"]:
-    """s_j = max(1, max|X_j - z_j| / t)  (section 4.2). inputs: max|X_j - z_j|."""
+    """s_j = max(1, max|X_j - z_j| / t) (section 4.2).
+
+    Args:
+        inputs: max|X_j - z_j|.
+    """
     return (inputs / threshold).clamp(min=1.0)
 
 

@@ -100,20 +100,20 @@ class Rotate(ReshapingPass):
         rehearsal = self.model_copy(update={"learn": None})
         return Requirements(data=learns, objective=learns, training=learns, new_shape=True, rehearsal=rehearsal)
 
-    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
-        check_learns(lm_objective, where, "leave learn out, which needs a loss on the text")
+    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+        check_learns(lm_objective, label, "leave learn out, which needs a loss on the text")
         return lm_objective
 
-    def on_model(self, names: ModuleNames, where: str) -> Self:
-        found = super().on_model(names, where)
+    def on_model(self, names: ModuleNames, label: str) -> Self:
+        step = super().on_model(names, label)
         if not self.online:
-            return found
+            return step
         online = names.full(self.online)
-        select(chosen_linears(found, names.candidates(found.targets), where), online, (), f"{where} online")
-        return found.model_copy(update={"online": online})
+        select(chosen_linears(step, names.candidates(step.targets), label), online, (), f"{label} online")
+        return step.model_copy(update={"online": online})
 
     def for_layer(self, name: str) -> Self:
-        """The pass with `online` for this layer alone, or for none."""
+        """Return the pass with `online` for this layer alone, or for none."""
         return self.model_copy(update={"online": (name,) if self._is_online(name) else ()})
 
     def _is_online(self, name: str) -> bool:
@@ -146,13 +146,13 @@ class Rotate(ReshapingPass):
             )
         return ("; ".join(notes),)
 
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration, with an untied head if hidden states are rotated."""
+    def outcome(self, model: PreTrainedModel, label: str) -> PretrainedConfig:
+        """Return the configuration, with an untied head if hidden states are rotated."""
         if not self.residual:
             return model.config
         uniform = "the rotation of the hidden states is uniform: all blocks are rotated, or none; use residual: false"
-        self.check_all_taken(linears_of_blocks(model), where, uniform)
-        _hidden_width(model, where)
+        self.check_all_taken(linears_of_blocks(model), label, uniform)
+        _hidden_width(model, label)
         config = changed(model.config, untying(model))
         return model.config if config is None else config
 
@@ -167,29 +167,31 @@ class Rotate(ReshapingPass):
     @torch.no_grad()
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel)
-        where, dtype = run.label or self.key(), next(model.parameters()).dtype
+        label, dtype = run.label or self.key(), next(model.parameters()).dtype
         ids = _probe(model).to(next(model.parameters()).device)
-        told = Told(where, "use residual: false")
+        refusal = Told(label, "use residual: false")
         plain = {name: tensor.float() for name, tensor in tensors(model).items()}
-        new = with_own_head(model, told) if self.residual else build(model, model.config, plain)
-        before = logits_of(new, ids)
+        new = with_own_head(model, refusal) if self.residual else build(model, model.config, plain)
+        original_logits = logits_of(new, ids)
         width, norms, links = None, [], []
         if self.residual:
-            width = _hidden_width(new, where)
-            new, norms = self._rotate_hidden(new, width, ids, run, told)
+            width = _hidden_width(new, label)
+            new, norms = self._rotate_hidden(new, width, ids, run, refusal)
         if self.values:
-            links = self._rotate_values(new, ids, run, where)
+            links = self._rotate_values(new, ids, run, label)
         if self.learn is not None:
-            new = self._rotate_further(new, self._learned(new, width, links, run), width, norms, links, ids, run, told)
-        held = tensors(new)
-        online = self._rotate_online(new, run, where)
-        error = relative_error(logits_of(new, ids), before)
+            new = self._rotate_further(
+                new, self._learned(new, width, links, run), width, norms, links, ids, run, refusal
+            )
+        tensor_of = tensors(new)
+        online = self._rotate_online(new, run, label)
+        error = relative_error(logits_of(new, ids), original_logits)
         if not error < TRADED:
             raise ModelError(
-                f"{where}: the rotations change the logits (relative error {error:.2g}); use values: false"
+                f"{label}: the rotations change the logits (relative error {error:.2g}); use values: false"
             )
-        run.journal.add("note", where, "rotated without a change of the logits", error=error)
-        stored = build(new, new.config, {name: tensor.to(dtype) for name, tensor in held.items()})
+        run.journal.add("note", label, "rotated without a change of the logits", error=error)
+        stored = build(new, new.config, {name: tensor.to(dtype) for name, tensor in tensor_of.items()})
         for name in online:
             layer = CompressedLinear.of(new.get_submodule(name))
             replace_linear(stored, name).read(
@@ -198,42 +200,52 @@ class Rotate(ReshapingPass):
         replace_in_place(model, stored)
 
     def _rotate_hidden(
-        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, told: Told
+        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, refusal: Told
     ) -> tuple[PreTrainedModel, list[str]]:
         """R1: fold norms and rotate the residual stream. Returns the rotated model, and the names of the norms."""
         size = next(iter(width.axes.values()))[0]
-        readers = readers_of_norms(model, width, ids, told)
-        folded = fold_norms(model, readers, ids, told)
+        readers = readers_of_norms(model, width, ids, refusal)
+        folded = fold_norms(model, readers, ids, refusal)
         rotation = randomized(size, self.seed).float().to(ids.device)
-        turned, error = rotate(folded, width, list(readers), rotation, ids, told)
+        turned, error = rotate(folded, width, list(readers), rotation, ids, refusal)
         kind = "Hadamard" if exists(size) else "random orthogonal"
-        run.journal.add("note", told.where, f"hidden states rotated by a {kind} matrix", width=size, error=error)
+        run.journal.add("note", refusal.where, f"hidden states rotated by a {kind} matrix", width=size, error=error)
         return build(model, model.config, turned), list(readers)
 
-    def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> list[ValueLink]:
-        """R2: rotate the values of every attention layer of the targets. Raises ModelError if there is none."""
-        done, missing = [], []
-        for context in _contexts(model, ids, run, where):
+    def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> list[ValueLink]:
+        """R2: rotate the values of every attention layer of the targets.
+
+        Raises:
+            ModelError: if there is none.
+        """
+        rotated_links, missing = [], []
+        for context in _contexts(model, ids, run, label):
             inside = [name for name in linears(context.block.module) if works_on(self, context.full(name))]
-            inputs, found = SweepInputs(context, inside), []
+            inputs, block_links = SweepInputs(context, inside), []
             for link in inputs.permutations:
                 size = head_size(link)
                 if size is None or not {*link.sources, *link.readers} <= set(inside):
                     continue
                 rotation = randomized(size, self.seed + 1)
                 if rotate_values(context.block.module, link, rotation, inputs.probe).kept:
-                    found.append(ValueLink(context.block.name, link, size))
-            missing += [] if found else [context.block.name]
-            done += found
-        if not done:
+                    block_links.append(ValueLink(context.block.name, link, size))
+            missing += [] if block_links else [context.block.name]
+            rotated_links += block_links
+        if not rotated_links:
             raise ModelError(
-                f"{where}: no attention layer was found whose values one linear writes, not fused with queries and "
+                f"{label}: no attention layer was found whose values one linear writes, not fused with queries and "
                 "keys, and another one reads, head by head; use values: false"
             )
         if missing:
-            run.journal.add("fallback", where, "no values to rotate were found in some blocks", blocks=missing)
-        run.journal.add("note", where, "values rotated", layers=len(done), head_sizes=sorted({v.size for v in done}))
-        return done
+            run.journal.add("fallback", label, "no values to rotate were found in some blocks", blocks=missing)
+        run.journal.add(
+            "note",
+            label,
+            "values rotated",
+            layers=len(rotated_links),
+            head_sizes=sorted({v.size for v in rotated_links}),
+        )
+        return rotated_links
 
     def _learned(self, model: PreTrainedModel, width: Width | None, links: Sequence[ValueLink], run: Run) -> Learned:
         """Learn rotations of hidden states and values, on the rounded inputs of the targets."""
@@ -246,8 +258,8 @@ class Rotate(ReshapingPass):
 
         size = None if width is None else next(iter(width.axes.values()))[0]
         readers, writers = (frozenset() if width is None else width.modules(side, model) for side in ("in", "out"))
-        found = Learnable(names, size, frozenset(readers), frozenset(writers), links, online)
-        return learn_rotations(model, found, self.learn, run.at(run.label or self.key()))
+        learnable = Learnable(names, size, frozenset(readers), frozenset(writers), links, online)
+        return learn_rotations(model, learnable, self.learn, run.at(run.label or self.key()))
 
     def _rotate_further(
         self,
@@ -258,21 +270,25 @@ class Rotate(ReshapingPass):
         links: Sequence[ValueLink],
         ids: Tensor,
         run: Run,
-        told: Told,
+        refusal: Told,
     ) -> PreTrainedModel:
-        """Fold learned rotations into the weights as the random ones. Raises ModelError if the function changes."""
+        """Fold learned rotations into the weights as the random ones.
+
+        Raises:
+            ModelError: if the function changes.
+        """
         if width is not None and learned.hidden is not None:
-            turned, _ = rotate(model, width, norms, learned.hidden.float(), ids, told)
+            turned, _ = rotate(model, width, norms, learned.hidden.float(), ids, refusal)
             model = build(model, model.config, turned)
         turns = dict(zip(links, learned.values, strict=True))
-        for context in _contexts(model, ids, run, told.where) if links else ():
+        for context in _contexts(model, ids, run, refusal.where) if links else ():
             for link in (link for link in links if link.block == context.block.name):
                 probe = SweepInputs(context, list(linears(context.block.module))).probe
-                kept = rotate_values(context.block.module, link.link, turns[link], probe).kept
-                assert kept, "a random rotation of these values was proved"
+                is_kept = rotate_values(context.block.module, link.link, turns[link], probe).kept
+                assert is_kept, "a random rotation of these values was proved"
         return model
 
-    def _rotate_online(self, model: PreTrainedModel, run: Run, where: str) -> list[str]:
+    def _rotate_online(self, model: PreTrainedModel, run: Run, label: str) -> list[str]:
         """R4: rotate the inputs of the layers of `online` when they run. Returns their names."""
         names = [name for name in linears_of_blocks(model) if works_on(self, name) and self._is_online(name)]
         for name in names:
@@ -280,11 +296,11 @@ class Rotate(ReshapingPass):
             rotate_inputs(layer, self._online_transform(layer.shape).to(layer.weight.device))
         blocks = sorted({_block(CompressedLinear.of(model.get_submodule(name)).shape[1]) or 0 for name in names})
         if names:
-            run.journal.add("note", where, "inputs rotated when layers run", layers=len(names), blocks=blocks)
+            run.journal.add("note", label, "inputs rotated when layers run", layers=len(names), blocks=blocks)
         return names
 
     def _online_transform(self, shape: tuple[int, int]) -> Hadamard:
-        """The transform of the inputs of a layer (out, in)."""
+        """Return the transform of the inputs of a layer (out, in)."""
         block = _block(shape[1])
         assert block is not None
         return Hadamard.of(block, self.seed + 2, shape)  # readers of one tensor stay alike
@@ -292,18 +308,18 @@ class Rotate(ReshapingPass):
 
 def _block(width: int) -> int | None:
     """The block of an online transform: the width, or the largest one that divides it; None if that is too small."""
-    found = largest_block(width)
-    return found if found == width or found >= SMALLEST_BLOCK else None
+    block = largest_block(width)
+    return block if block == width or block >= SMALLEST_BLOCK else None
 
 
-def _hidden_width(model: PreTrainedModel, where: str) -> Width:
+def _hidden_width(model: PreTrainedModel, label: str) -> Width:
     """The tensor dimensions of hidden states. Raises ModelError."""
     heads = getattr(text_config(model.config), "num_attention_heads", 1)
     try:
         return hidden_width(model, lambda size: max(size // 2 // heads, 1) * heads)  # some need a multiple of the heads
     except ModelError as error:
         raise ModelError(
-            f"{where}: the tensors that read or write hidden states cannot be told apart ({error}); use residual: false"
+            f"{label}: the tensors that read or write hidden states cannot be told apart ({error}); use residual: false"
         ) from error
 
 
@@ -313,13 +329,13 @@ def _probe(model: PreTrainedModel) -> Tensor:
     return torch.randint(text_config(model.config).vocab_size, (1, PROBE), generator=draw)
 
 
-def _contexts(model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> Iterator[BlockContext]:
+def _contexts(model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> Iterator[BlockContext]:
     """Yield every block with its input for the probe; after each, run the block in its new state."""
-    first = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
+    parameter = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", parameter.device, parameter.dtype)
     state = capture_inputs(ModelShell(opened), ids, [], STORE_BYTES, run.work)
     for block in opened.blocks:
-        run.journal.add("progress", where, f"values of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, first.dtype, where, STORE_BYTES, 0)
+        run.journal.add("progress", label, f"values of {block.name}", done=block.index, of=len(opened.blocks))
+        context = BlockContext(block, state, run, parameter.dtype, label, STORE_BYTES, 0)
         yield context
         context.propagate_probe()

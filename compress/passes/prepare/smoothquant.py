@@ -54,19 +54,19 @@ class SmoothQuant(EqualizingPass):
     def search(
         self, readers: Readers, ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]]
     ) -> Float[Tensor, " in"]:
-        """The scale with the least error of the rounded readers; ones if no smoothing is best."""
+        """Return the scale with the least error of the rounded readers; ones if no smoothing is best."""
         trials: dict[float | None, Tensor] = {None: torch.ones_like(ranges[0])}
         trials |= {alpha: readers.equalize(smoothing(*ranges, alpha)) for alpha in SEARCHED}
         errors = dict.fromkeys(trials, 0.0)
-        for group, found in readers.seen.items():
-            rows = found.rows
+        for group, observer in readers.statistics.items():
+            rows = observer.rows
             if rows is None:
                 continue
             for name in group.linears:
                 weight = CompressedLinear.of(readers.block.get_submodule(name)).weight.float()
-                wanted = rows @ weight.T
+                outputs = rows @ weight.T
                 for alpha, scale in trials.items():
-                    errors[alpha] += rounded_error(rows, weight, scale, wanted)
+                    errors[alpha] += rounded_error(rows, weight, scale, outputs)
         best = min(errors, key=lambda alpha: errors[alpha])
         figures = {"alpha": best, "error": errors[best] ** 0.5, "unsmoothed": errors[None] ** 0.5}
         readers.log("note", f"{readers.where}: the best of {len(trials)} scales", **figures)
@@ -77,9 +77,9 @@ def rounded_error(
     rows: Float[Tensor, "rows in"],
     weight: Float[Tensor, "out in"],
     scale: Float[Tensor, " in"],
-    wanted: Float[Tensor, "rows out"],
+    outputs: Float[Tensor, "rows out"],
 ) -> float:
     """||Q(X / s) Q(W s)^T - X W^T||^2 / ||X W^T||^2 with int8 per token and per row (W8A8)."""
     grid = GRIDS["int8"]
-    found = InputRounding.of(grid)(rows / scale) @ quantize(weight * scale, grid, "channel").dense().T
-    return float((found - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
+    rounded_outputs = InputRounding.of(grid)(rows / scale) @ quantize(weight * scale, grid, "channel").dense().T
+    return float((rounded_outputs - outputs).square().sum() / outputs.square().sum().clamp(min=1e-30))

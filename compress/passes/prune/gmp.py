@@ -49,9 +49,9 @@ class GMP(SparseTrainingPass):
         return _Gradual(self, layer)
 
     def growth(self, steps: int) -> Cubic:
-        """The schedule of the sparsity over a number of steps."""
-        first = min(self.initial, self.target_sparsity)  # an allocation may ask less of a layer
-        return Cubic(first, self.target_sparsity, round(self.begin * steps), round(self.end * steps), self.every)
+        """Return the schedule of the sparsity over a number of steps."""
+        initial = min(self.initial, self.target_sparsity)  # an allocation may ask less of a layer
+        return Cubic(initial, self.target_sparsity, round(self.begin * steps), round(self.end * steps), self.every)
 
 
 class _Gradual(Shrinking):

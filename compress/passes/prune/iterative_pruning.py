@@ -50,22 +50,26 @@ class IterativePruning(SparseTrainingPass):
         return super().without_effect() | (idle if self.retrain != "finetune" else {})
 
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
-        return _Rounds(self, layer)
+        return _RoundMask(self, layer)
 
-    def sparsity_of(self, done: int) -> float:
-        """The sparsity after a round: 1 - (1 - s)^(round / rounds), exactly s after the last round."""
-        return self.target_sparsity if done == self.rounds else 1 - (1 - self.target_sparsity) ** (done / self.rounds)
+    def sparsity_of(self, rounds_done: int) -> float:
+        """Return the sparsity after a round: 1 - (1 - s)^(round / rounds), exactly s after the last round."""
+        return (
+            self.target_sparsity
+            if rounds_done == self.rounds
+            else 1 - (1 - self.target_sparsity) ** (rounds_done / self.rounds)
+        )
 
     def apply(self, model: nn.Module, run: Run) -> None:
         with self.objective(run) as objective, self.student(model, run) as student:
-            kept: dict[str, Tensor] = {}
+            rewound: dict[str, Tensor] = {}
             if self.retrain == "weight_rewind":
-                kept = self._train(student, objective, run, "before", self, ScheduleSlice(keep=self.rewind_to))
-            for done in range(1, self.rounds + 1):
-                prune(student, done)
-                rewind(student, kept)
+                rewound = self._train(student, objective, run, "before", self, ScheduleSlice(keep=self.rewind_to))
+            for rounds_done in range(1, self.rounds + 1):
+                prune(student, rounds_done)
+                rewind(student, rewound)
                 settings, span = self._retraining(), ScheduleSlice(begin=self.rewind_to)
-                self._train(student, objective, run, f"round {done}", settings, span)
+                self._train(student, objective, run, f"round {rounds_done}", settings, span)
 
     def _retraining(self) -> TrainingOptions:
         if self.retrain != "finetune":
@@ -83,16 +87,20 @@ class IterativePruning(SparseTrainingPass):
         span: ScheduleSlice,
     ) -> dict[str, Tensor]:
         """Run one training with its own checkpoint folder and report record; return the parameters that `span` kept."""
-        where, folder = self.where(run), run.folder_of_pass()
-        label, work = f"{where.label}, {part}", None if folder is None else folder / part.replace(" ", "-")
-        where = replace(where, label=label, work=work)
+        context, folder = self.where(run), run.folder_of_pass()
+        label, work = f"{context.label}, {part}", None if folder is None else folder / part.replace(" ", "-")
+        context = replace(context, label=label, work=work)
         assert run.calibration is not None
-        run.training[label] = train(student, objective, run.calibration, settings, where, span)
+        run.training[label] = train(student, objective, run.calibration, settings, context, span)
         return span.saved_parameters
 
 
-class _Rounds(Shrinking):
-    """A mask that shrinks between trainings. step: the pass with the sparsity of this layer."""
+class _RoundMask(Shrinking):
+    """A mask that shrinks between trainings.
+
+    Attributes:
+        step: the pass with the sparsity of this layer.
+    """
 
     def __init__(self, step: IterativePruning, layer: CompressedLinear) -> None:
         super().__init__(layer)
@@ -100,19 +108,19 @@ class _Rounds(Shrinking):
 
 
 @torch.no_grad()
-def prune(student: Student, done: int) -> None:
+def prune(student: Student, rounds_done: int) -> None:
     """Shrink all masks to the sparsities after a round; weights outside of them become zero."""
     for layer in student.layers.values():
-        if isinstance(layer.parametrization, _Rounds):
+        if isinstance(layer.parametrization, _RoundMask):
             step = layer.parametrization.step
-            layer.parametrization.shrink(layer.weight, step.pattern, step.sparsity_of(done))
+            layer.parametrization.shrink(layer.weight, step.pattern, step.sparsity_of(rounds_done))
             layer.weight.mul_(layer.parametrization.mask)
 
 
 @torch.no_grad()
-def rewind(student: Student, kept: dict[str, Tensor]) -> None:
+def rewind(student: Student, rewound: dict[str, Tensor]) -> None:
     """Reset the trained parameters to the kept values; weights outside of the current masks stay zero."""
-    for name, tensor in kept.items():
+    for name, tensor in rewound.items():
         student.named()[name].copy_(tensor)
     for layer in student.layers.values():
         if isinstance(layer.parametrization, Shrinking):

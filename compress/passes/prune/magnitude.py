@@ -29,5 +29,5 @@ class Magnitude(PruningPass):
 
     pattern: Pattern = Field(default=Pattern("layer"), description=PruningPass.model_fields["pattern"].description)
 
-    def score(self, weight: Float[Tensor, "out in"], seen: Nothing) -> Float[Tensor, "out in"]:
+    def score(self, weight: Float[Tensor, "out in"], statistics: Nothing) -> Float[Tensor, "out in"]:
         return weight.abs()

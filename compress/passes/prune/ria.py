@@ -27,5 +27,5 @@ class RIA(PruningPass):
 
     a: float = Field(default=RIA_EXPONENT, ge=0, description="exponent of the input norm")
 
-    def score(self, weight: Float[Tensor, "out in"], seen: InputNorm) -> Float[Tensor, "out in"]:
-        return ria(weight, seen.norm, self.a)
+    def score(self, weight: Float[Tensor, "out in"], statistics: InputNorm) -> Float[Tensor, "out in"]:
+        return ria(weight, statistics.norm, self.a)

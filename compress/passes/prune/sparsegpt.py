@@ -18,7 +18,7 @@ from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.sparsifying import Sparsifying, order_by
-from compress.passes.contract.facts import Effects, Fact, Zeros
+from compress.passes.contract.facts import Effects, Fact, RequiredSparsity
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Observer
@@ -126,38 +126,38 @@ class SparseGPT(PruningPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)
 
-    def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
+    def score(self, weight: Float[Tensor, "out in"], statistics: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight if all others compensate (equation 2)
-        return weight.square() / inverse_diagonal(seen, seen.factor(self.regularization)[0], None)
+        return weight.square() / inverse_diagonal(statistics, statistics.factor(self.regularization)[0], None)
 
-    def prune(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float) -> Solution:
-        order = order_by(seen.diagonal, self.pattern.span) if self.act_order == "static" else None
-        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
-        weight, mask, idle = weight.float(), layer.mask, seen.diagonal == 0
+    def prune(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer, sparsity: float) -> Solution:
+        order = order_by(statistics.diagonal, self.pattern.span) if self.act_order == "static" else None
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
+        weight, mask, idle = weight.float(), layer.mask, statistics.diagonal == 0
         rounding = None
         if self.weights is not None:
-            score = weight.square() / inverse_diagonal(seen, factor, order)
+            score = weight.square() / inverse_diagonal(statistics, factor, order)
             rounding = partial(self._rounding, weight, self._expected_mask(score, mask, sparsity), layer, order)
         if order is not None:
             weight, idle = weight[:, order], idle[order]
             mask = None if mask is None else mask[:, order]
         pivots = factor.diagonal().masked_fill(idle, torch.inf)
         rule = Sparsifying(self.pattern, 1 - sparsity, self.block, pivots, weight.shape[0], mask, rounding)
-        found = rule(weight, factor)
+        pruned = rule(weight, factor)
         if order is not None:
-            found = found[:, order.argsort()]
-        solved = found if rule.inner is None else rule.inner.codes
+            pruned = pruned[:, order.argsort()]
+        solved = pruned if rule.inner is None else rule.inner.codes
         return Solution(solved, rule.kept(order), zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))
 
     def _expected_mask(
         self, score: Float[Tensor, "out in"], mask: Bool[Tensor, "out in"] | None, sparsity: float
     ) -> Bool[Tensor, "out in"] | None:
-        """An estimate of the final mask, for scales that are fixed before the sweep; otherwise the present mask."""
+        """Return an estimate of the final mask, for scales that are fixed before the sweep, or the present mask."""
         if self.act_order == "none" and isinstance(self.groups, int):
             return mask
         score = score if mask is None else score.masked_fill(~mask, -1)
-        kept = self.pattern.keep(score, 1 - sparsity)
-        return kept if mask is None else kept & mask
+        expected = self.pattern.keep(score, 1 - sparsity)
+        return expected if mask is None else expected & mask
 
     def _rounding(
         self,
@@ -167,7 +167,7 @@ class SparseGPT(PruningPass):
         order: Tensor | None,
         keep: Bool[Tensor, "out in"],
     ) -> Rounding:
-        """The rule that rounds the kept weights, in the order of the sweep; weight and expected: original order."""
+        """Return the rule that rounds kept weights, in the order of the sweep; weight and expected: original order."""
         kept_weight = weight if expected is None else weight * expected
         grid = GRIDS[str(self.weights)]
         options = GridOptions(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.shared_absmax)
@@ -175,21 +175,22 @@ class SparseGPT(PruningPass):
         rule.keep = keep.T
         return rule
 
-    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
+    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> RequiredSparsity:
         rows, width = shape
         sparsity = self.target_sparsity if sparsity is None else sparsity
         if self.pattern.n_of_m is not None:
             return super().zeros(shape, sparsity)
         blocks = [min(self.block, width - start) for start in range(0, width, self.block)]
         removed = sum(self.pattern.removed((rows, block), 1 - sparsity) for block in blocks)
-        return Zeros(sparsity, removed / (rows * width))
+        return RequiredSparsity(sparsity, removed / (rows * width))
 
 
-def inverse_diagonal(seen: Gram, factor: Float[Tensor, "in in"], order: Tensor | None) -> Float[Tensor, " in"]:
+def inverse_diagonal(statistics: Gram, factor: Float[Tensor, "in in"], order: Tensor | None) -> Float[Tensor, " in"]:
     """[inv(H)]_jj in the original order of the columns, infinity if the input was always zero.
 
-    factor: U in the order of the columns, for which inv(H) = U^T U.
+    Args:
+        factor: U in the order of the columns, for which inv(H) = U^T U.
     """
     diagonal = factor.square().sum(0)
     diagonal = diagonal if order is None else diagonal[order.argsort()]
-    return diagonal.masked_fill(seen.diagonal == 0, torch.inf)
+    return diagonal.masked_fill(statistics.diagonal == 0, torch.inf)

@@ -63,7 +63,7 @@ class SRSTE(SparseTrainingPass):
         super().apply(model, run)
 
     def _fits(self, mask: Bool[Tensor, "out in"]) -> bool:
-        """Whether a mask keeps at most N of each M weights."""
+        """Return whether a mask keeps at most N of each M weights."""
         return bool((self.pattern.keep(mask.float(), 0.0) | ~mask).all())
 
 
@@ -80,7 +80,11 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Chosen(Parametrization):
-    """A mask of the largest weights, updated after every step. allowed: weights that may be kept, or None for all."""
+    """A mask of the largest weights, updated after every step.
+
+    Attributes:
+        allowed: weights that may be kept, or None for all.
+    """
 
     mask: Tensor
     allowed: Tensor | None

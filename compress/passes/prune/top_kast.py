@@ -62,7 +62,7 @@ class TopKAST(SparseTrainingPass):
         return self.target_sparsity / 2 if self.backward_sparsity is None else self.backward_sparsity
 
     def wide(self, pattern: Pattern) -> Pattern | None:
-        """The pattern of B; None: all weights are in it."""
+        """Return the pattern of B; None: all weights are in it."""
         if pattern.n_of_m is None:
             return pattern if self.outer_sparsity else None
         m = pattern.n_of_m[1]
@@ -118,12 +118,12 @@ class _TwoSets(Parametrization):
             weight[~self.outer], self._resting = self._resting, None
         if self.allowed is not None:
             weight.mul_(self.allowed)
-        before, last = self.mask.clone(), round(self.step.explore * total_steps)
-        if step == 0 or (step < last and step % self.step.every == 0):
+        old_mask, last_step = self.mask.clone(), round(self.step.explore * total_steps)
+        if step == 0 or (step < last_step and step % self.step.every == 0):
             self._choose(weight)
-        if step >= last:
+        if step >= last_step:
             self.outer.copy_(self.mask)
-        return {} if step == 0 else {"flips": ((before != self.mask).sum(), before.numel())}
+        return {} if step == 0 else {"flips": ((old_mask != self.mask).sum(), old_mask.numel())}
 
     def _choose(self, weight: Float[Tensor, "out in"]) -> None:
         """Choose A and B among all weights."""

@@ -23,5 +23,5 @@ class Wanda(PruningPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.11695"
     observes: ClassVar[type[Observer]] = InputNorm
 
-    def score(self, weight: Float[Tensor, "out in"], seen: InputNorm) -> Float[Tensor, "out in"]:
-        return wanda(weight, seen.norm)
+    def score(self, weight: Float[Tensor, "out in"], statistics: InputNorm) -> Float[Tensor, "out in"]:
+        return wanda(weight, statistics.norm)

@@ -57,9 +57,9 @@ class AQLM(HessianPass):
     def memory(self, size: ProblemSize) -> int:
         return 10 * 4 * size.shape[0] * size.shape[1] + 3 * 4 * size.shape[1] ** 2
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        factor = seen.factor_of(layer.name, layer.log, self.regularization)
-        hessian = seen.damped(self.regularization)
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization)
+        hessian = statistics.damped(self.regularization)
         state = start(weight.float(), hessian, factor, 2**self.bits, self.length, self.books, self.seed)
         alternate(state, self.rounds, self.steps)
         state.books, state.scale = (t.to(layer.storage).float() for t in (state.books, state.scale))

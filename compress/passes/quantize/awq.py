@@ -83,7 +83,7 @@ class AWQ(WeightGrid, BlockPass):
         return replace(super().effects(layer), transforms=transforms, prepares=prepares)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = {group: InputStatistics(found) for group, found in inputs.observe(Moments).items()}
+        seen = {group: InputStatistics(moments) for group, moments in inputs.observe(Moments).items()}
         chosen = set(inputs.names)
         linked = {name for link in inputs.links for name in link.readers}
         for link in inputs.links:
@@ -91,16 +91,18 @@ class AWQ(WeightGrid, BlockPass):
             scale = self.scale_of(block, read, link.readers, link.equalize, log, inputs.processes)
             if scale is None:
                 continue
-            done = fold(block, link, scale, inputs.probe)
-            if done.kept:
+            rewrite = fold(block, link, scale, inputs.probe)
+            if rewrite.kept:
                 for statistics in (
                     statistics for group, statistics in seen.items() if set(group.linears) & set(link.readers)
                 ):
                     statistics.divide(scale)
             else:
-                where = ", ".join(link.readers)
-                message = f"{where}: folding the scale into {link.source} changed the block's output, so it was undone"
-                log("fallback", message, relative_error=done.error)
+                reader_names = ", ".join(link.readers)
+                message = (
+                    f"{reader_names}: folding the scale into {link.source} changed the block's output, so it was undone"
+                )
+                log("fallback", message, relative_error=rewrite.error)
         for group in inputs.groups:
             if not linked & set(group.linears):
                 names = [name for name in group.linears if name in chosen]
@@ -116,8 +118,8 @@ class AWQ(WeightGrid, BlockPass):
     ) -> None:
         """Handle linears of one input tensor that no link leads to."""
         if self.unlinked == "leave":
-            where = ", ".join(names)
-            log("note", f"{where}: no module before them can absorb a scale, so they are not scaled")
+            reader_names = ", ".join(names)
+            log("note", f"{reader_names}: no module before them can absorb a scale, so they are not scaled")
             return
         scale = self.scale_of(block, {statistics: names}, names, lambda scale: scale, log, processes)
         if scale is not None:
@@ -134,36 +136,36 @@ class AWQ(WeightGrid, BlockPass):
         log: Log,
         processes: Processes = ALONE,
     ) -> Float[Tensor, " in"] | None:
-        """The scale with the least error; None if this is no scaling, or if no token reached the readers."""
-        where = ", ".join(readers)
+        """Return the scale with the least error; None if this is no scaling, or if no token reached the readers."""
+        reader_names = ", ".join(readers)
         tokens = sum(statistics.tokens for statistics in read)
         if tokens == 0:
-            log("fallback", f"{where}: no calibration token reached them, so they are not scaled")
+            log("fallback", f"{reader_names}: no calibration token reached them, so they are not scaled")
             return None
         weights = {statistics: [_weight(block, name) for name in names] for statistics, names in read.items()}
         inputs = torch.stack([statistics.mean * (statistics.tokens / tokens) for statistics in read]).sum(0)
-        held = [weight for found in weights.values() for weight in found]
-        trials = self.trials(equalize(inputs), equalize(weight_mean(held, self.group_size)), equalize)
+        all_weights = [weight for group_weights in weights.values() for weight in group_weights]
+        trials = self.trials(equalize(inputs), equalize(weight_mean(all_weights, self.group_size)), equalize)
         best, error, unscaled = self.best(list(trials.values()), weights, processes)
         formula, alpha = list(trials)[best]
         less = 1 - (error / unscaled) ** 0.5 if unscaled else 0.0
-        log("note", f"{where}: the best of {len(trials)} scales", formula=formula, alpha=alpha, less_error=less)
+        log("note", f"{reader_names}: the best of {len(trials)} scales", formula=formula, alpha=alpha, less_error=less)
         return list(trials.values())[best] if best else None
 
     def trials(
         self, inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], equalize: Equalize
     ) -> dict[tuple[str, float], Float[Tensor, " in"]]:
-        """The scales to try, by formula and alpha; the first is no scaling."""
-        found = {("none", 0.0): torch.ones_like(inputs)}
+        """Return the scales to try, by formula and alpha; the first is no scaling."""
+        scales = {("none", 0.0): torch.ones_like(inputs)}
         live = inputs[inputs > 0]
         inputs = inputs.clamp(min=float(live.min()) if len(live) else 1.0)  # channels that were always zero
         for step in range(1, STEPS):
-            found["inputs", step / STEPS] = equalize(normalized(inputs.pow(step / STEPS)))
+            scales["inputs", step / STEPS] = equalize(normalized(inputs.pow(step / STEPS)))
         if self.duo:
             for step in range(STEPS):
                 alpha = step / STEPS
-                found["duo", alpha] = equalize(normalized(inputs.pow(alpha) / (weights.pow(1 - alpha) + SMALLEST)))
-        return found
+                scales["duo", alpha] = equalize(normalized(inputs.pow(alpha) / (weights.pow(1 - alpha) + SMALLEST)))
+        return scales
 
     def best(
         self,
@@ -191,19 +193,19 @@ class AWQ(WeightGrid, BlockPass):
 
         Processes divide the scales, and of few scales the rows, too.
         """
-        found, trials = [0.0] * len(scales), 0
+        errors, trials = [0.0] * len(scales), 0
         parts = processes.size if len(scales) < STEPS else 1
         for statistics, members in weights.items():
             hessian = statistics.hessian.mul_(statistics.tokens)
             for rows in (rows for weight in members for rows in chunks(weight, parts)):
                 for i in processes.share(range(len(scales)), trials):
                     difference = self.rounded(rows * scales[i]).div_(scales[i]).sub_(rows)
-                    found[i] += float(row_errors(difference, hessian).sum())
+                    errors[i] += float(row_errors(difference, hessian).sum())
                 trials += len(scales)
-        return list(processes.totals(*found))
+        return list(processes.totals(*errors))
 
     def rounded(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The dequantized weight after the quantizing pass, if it rounds to nearest."""
+        """Return the dequantized weight after the quantizing pass, if it rounds to nearest."""
         return quantize(weight, self.grid, self.group_size, self.symmetric).dense()
 
     def _clip(
@@ -217,15 +219,19 @@ class AWQ(WeightGrid, BlockPass):
         blocks = diagonal_blocks(hessian, self.group_size)
         for members in [list(names)] if processes.size > 1 else [[name] for name in names]:  # exchanged at once
             layers = {name: replace_linear(block, name) for name in members}
-            held = {name: layer.weight for name, layer in layers.items()}
-            parts = [(name, rows) for name in held for rows in held[name].split(rows_of(held[name], processes.size))]
-            found = processes.spread(
+            weight_of = {name: layer.weight for name, layer in layers.items()}
+            parts = [
+                (name, rows)
+                for name in weight_of
+                for rows in weight_of[name].split(rows_of(weight_of[name], processes.size))
+            ]
+            clipped_weights = processes.spread(
                 parts,
                 lambda part: self.clipped(part[1].float(), hessian, blocks).to(part[1]),
                 [float(rows.numel()) for _, rows in parts],
             )
             for name, layer in layers.items():
-                layer.put(torch.cat([rows for (of, _), rows in zip(parts, found, strict=True) if of == name]))
+                layer.put(torch.cat([rows for (of, _), rows in zip(parts, clipped_weights, strict=True) if of == name]))
 
     def clipped(
         self,
@@ -235,28 +241,29 @@ class AWQ(WeightGrid, BlockPass):
     ) -> Float[Tensor, "out in"]:
         """Clamp the weight, group by group, to the range with the least error; rows without a gain do not change.
 
-        blocks: the diagonal blocks of the Hessian.
+        Args:
+            blocks: the diagonal blocks of the Hessian.
         """
         parts = grouped(weight, self.group_size)
         low, high = torch.aminmax(parts, dim=-1)
         shared = fit_shared(weight, self.grid, self.group_size)
-        best, kept = torch.full_like(low, torch.inf), torch.ones_like(low)
+        best, best_factor = torch.full_like(low, torch.inf), torch.ones_like(low)
         for step in range(int(STEPS * MOST_CLIPPED) + 1):
-            left = 1 - step / STEPS
-            scale, zero = self.grid.fit(low * left, high * left, self.symmetric, torch.float32, shared)
+            factor = 1 - step / STEPS
+            scale, zero = self.grid.fit(low * factor, high * factor, self.symmetric, torch.float32, shared)
             scale, zero = scale[..., None], None if zero is None else zero[..., None]
             difference = self.grid.decode(self.grid.encode(parts, scale, zero), scale, zero).sub_(parts).transpose(0, 1)
             error = torch.bmm(difference, blocks).mul_(difference).sum(-1).T
             better = error < best
-            best, kept = torch.where(better, error, best), torch.where(better, left, kept)
+            best, best_factor = torch.where(better, error, best), torch.where(better, factor, best_factor)
         width = weight.shape[1]
-        low, high = (spread(end * kept, width, self.group_size) for end in (low.clamp(max=0), high.clamp(min=0)))
+        low, high = (spread(end * best_factor, width, self.group_size) for end in (low.clamp(max=0), high.clamp(min=0)))
         if self.symmetric:
             high = torch.maximum(-low, high)
             low = -high
-        found = weight.clamp(low, high)
-        before, after = (row_errors(self.rounded(w).sub_(weight), hessian) for w in (weight, found))
-        return torch.where((after < before)[:, None], found, weight)
+        clipped = weight.clamp(low, high)
+        error_before, error_after = (row_errors(self.rounded(w).sub_(weight), hessian) for w in (weight, clipped))
+        return torch.where((error_after < error_before)[:, None], clipped, weight)
 
 
 class Moments(Gram):
@@ -287,9 +294,9 @@ class Moments(Gram):
 class InputStatistics:
     """The input statistics of a group of linears, divided by the scales that were applied since the observation."""
 
-    def __init__(self, seen: Moments) -> None:
-        self._seen, self._divisor = seen, torch.ones(seen.width, device=seen.device)
-        self.tokens = seen.tokens
+    def __init__(self, statistics: Moments) -> None:
+        self._seen, self._divisor = statistics, torch.ones(statistics.width, device=statistics.device)
+        self.tokens = statistics.tokens
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
         """Divide the inputs by `scale`."""
@@ -307,9 +314,9 @@ class InputStatistics:
 
 
 def _members(seen: Mapping[Group, InputStatistics], names: set[str]) -> dict[InputStatistics, list[str]]:
-    """The linears among `names`, by the statistics of their input."""
-    found = {statistics: [name for name in group.linears if name in names] for group, statistics in seen.items()}
-    return {statistics: members for statistics, members in found.items() if members}
+    """Return the linears among `names`, by the statistics of their input."""
+    names_of = {statistics: [name for name in group.linears if name in names] for group, statistics in seen.items()}
+    return {statistics: members for statistics, members in names_of.items() if members}
 
 
 def _weight(block: nn.Module, name: str) -> Float[Tensor, "out in"]:
@@ -317,12 +324,20 @@ def _weight(block: nn.Module, name: str) -> Float[Tensor, "out in"]:
 
 
 def rows_of(weight: Float[Tensor, "out in"], parts: int = 1) -> int:
-    """The number of rows to work on at a time. parts: the least number of such parts."""
+    """Return the number of rows to work on at a time.
+
+    Args:
+        parts: the least number of such parts.
+    """
     return max(1, min(CHUNK // weight.shape[1], -(-len(weight) // parts)))
 
 
 def chunks(weight: Float[Tensor, "out in"], parts: int = 1) -> Iterator[Float[Tensor, "rows in"]]:
-    """The weight a few rows at a time, in float32. parts: the least number of such parts."""
+    """Return the weight a few rows at a time, in float32.
+
+    Args:
+        parts: the least number of such parts.
+    """
     for rows in weight.split(rows_of(weight, parts)):
         yield rows.float()
 
@@ -333,7 +348,7 @@ def row_errors(difference: Float[Tensor, "out in"], hessian: Float[Tensor, "in i
 
 
 def diagonal_blocks(hessian: Float[Tensor, "in in"], group_size: GroupSize) -> Float[Tensor, "groups size size"]:
-    """The diagonal blocks of the Hessian, one per group of columns; a shorter last block is padded with zeros."""
+    """Return the diagonal blocks of the Hessian, one per group of columns; the last one is padded with zeros."""
     rows = grouped(hessian, group_size)
     groups, size = rows.shape[1:]
     rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, groups * size - hessian.shape[0]))
@@ -348,7 +363,7 @@ def normalized(scale: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
 
 
 def weight_mean(weights: Sequence[Float[Tensor, "out in"]], group_size: GroupSize) -> Float[Tensor, " in"]:
-    """The mean magnitude of each column, relative to the largest magnitude of each weight's group."""
+    """Return the mean magnitude of each column, relative to the largest magnitude of each weight's group."""
     total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
     for part in (part for weight in weights for part in chunks(weight)):
         parts = grouped(part, group_size).abs()

@@ -82,34 +82,35 @@ class BCQ(CompensatingPass):
         return super().memory(size) + planes_bytes(*size.shape, self.bits) + rounding_bytes(*size.shape)
 
     def blocks(self, width: int) -> list[slice]:
-        """The groups of columns."""
+        """Return the groups of columns."""
         size = self.group_size if isinstance(self.group_size, int) else width
         return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        order = None if self.order == "natural" else seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
-        weight = self.fitted(weight.float(), seen, order)
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
+        order = None if self.order == "natural" else statistics.diagonal.argsort(descending=True, stable=True)
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
+        weight = self.fitted(weight.float(), statistics, order)
         rule = _Planes(self, weight, importance_of(factor, order), layer.storage, order)
         sweep(weight if order is None else weight[:, order], factor, rule)
         planes = rule.planes
         if self.refine:
-            hessian = seen.damped(self.regularization, order)
+            hessian = statistics.damped(self.regularization, order)
             planes = refined_planes(weight, planes, hessian, self.refine, layer.storage, order)
         return Solution([CodesPart.of(plane) for plane in planes])
 
     def scales(
         self, values: Float[Tensor, "out size"], importance: Float[Tensor, " size"]
     ) -> Float[Tensor, "out planes"]:
-        """The scales of all planes of a group of columns."""
-        found = greedy(values, importance, self.bits)
-        return found if self.solver == "greedy" else alternated(values, importance, found, ROUNDS)
+        """Return the scales of all planes of a group of columns."""
+        binary = greedy(values, importance, self.bits)
+        return binary if self.solver == "greedy" else alternated(values, importance, binary, ROUNDS)
 
 
 class _Planes:
     """The column rule: find the scales of a group when the sweep reaches it, then take the nearest sum.
 
-    order: of the columns in the sweep; the scales of all groups are then found before it. None: as they come.
+    Attributes:
+        order: of the columns in the sweep; the scales of all groups are then found before it. None: as they come.
     """
 
     def __init__(

@@ -87,24 +87,28 @@ class BiLLM(CompensatingPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + planes_bytes(*size.shape, 2) + rounding_bytes(*size.shape)
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        factor = seen.factor_of(layer.name, layer.log, self.regularization)
-        weight = self.fitted(weight.float(), seen)
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization)
+        weight = self.fitted(weight.float(), statistics)
         rule = _TwoPlanes(self, weight, factor.diagonal(), layer.storage)
         sweep(weight, factor, rule)
         planes = rule.planes
         if self.refine:
-            planes = refined_planes(weight, planes, seen.damped(self.regularization), self.refine, layer.storage)
+            planes = refined_planes(weight, planes, statistics.damped(self.regularization), self.refine, layer.storage)
         return Solution([CodesPart.of(plane) for plane in planes])
 
     def salient_columns(self, values: Float[Tensor, "out size"], pivots: Float[Tensor, " size"]) -> Int[Tensor, " n"]:
-        """The salient columns of a block. pivots: U_jj of its columns."""
+        """Return the salient columns of a block.
+
+        Args:
+            pivots: U_jj of its columns.
+        """
         order = (values.square().sum(0) / pivots.square()).argsort(descending=True, stable=True)
         most = min(self.most_salient, values.shape[1] - 1)
         counts = [count for count in COUNTS if count <= most]
         errors = [
-            residual_error(values[:, order[:count]]).sum() + others.sum()
-            for count, others in zip(counts, split_errors(values, order, counts), strict=True)
+            residual_error(values[:, order[:count]]).sum() + other_error.sum()
+            for count, other_error in zip(counts, split_errors(values, order, counts), strict=True)
         ]
         return order[: counts[int(torch.stack(errors).argmin())]]
 
@@ -126,18 +130,18 @@ class _TwoPlanes:
 
     def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
         step, values = self.step, remaining[: self.step.block_size].T.contiguous()
-        here, size = slice(column, column + values.shape[1]), values.shape[1]
-        others, group = torch.ones(size, dtype=torch.bool, device=values.device), 2 * (column // step.block_size)
+        columns, size = slice(column, column + values.shape[1]), values.shape[1]
+        is_other, group = torch.ones(size, dtype=torch.bool, device=values.device), 2 * (column // step.block_size)
         if size > step.group_size:  # a last block of at most half the size is one group
-            salient = step.salient_columns(values, self.pivots[here])
-            others[salient] = False
+            salient = step.salient_columns(values, self.pivots[columns])
+            is_other[salient] = False
             self._fit(group + 1, residual_scales(values[:, salient]))
-        self._fit(group, split_scales(values[:, others]))
-        self.index[here] = group + (~others).to(torch.int32)
+        self._fit(group, split_scales(values[:, is_other]))
+        self.index[columns] = group + (~is_other).to(torch.int32)
 
     def _fit(self, group: int, scales: tuple[Tensor, Tensor]) -> None:
-        for found, scale in zip(self._scales, scales, strict=True):
-            found[:, group] = positive(scale, self.dtype)
+        for plane_scales, scale in zip(self._scales, scales, strict=True):
+            plane_scales[:, group] = positive(scale, self.dtype)
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
         a, b = self._scales[:, :, int(self.index[column])]
@@ -148,8 +152,8 @@ class _TwoPlanes:
     @property
     def planes(self) -> list[Codes]:
         """The codes of both planes."""
-        found = []
+        parts = []
         for signs, scale in zip(zip(*self._signs, strict=True), self._scales, strict=True):
             codes = store(torch.stack(signs, dim=1) > 0, BINARY)
-            found.append(Codes(codes, scale, None, BINARY, self.step.group_size, self.index.clone()))
-        return found
+            parts.append(Codes(codes, scale, None, BINARY, self.step.group_size, self.index.clone()))
+        return parts

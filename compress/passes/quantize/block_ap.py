@@ -18,7 +18,7 @@ from compress.passes.contract.layers import BlockInputs, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
 from compress.passes.contract.options import OF_THE_WHOLE
-from compress.passes.families.learned_rounding import LearnedRoundingPass, Start
+from compress.passes.families.learned_rounding import LearnedRoundingPass, RoundingStart
 from compress.passes.families.reconstruction import ReconstructionPass, block_error
 from compress.train.fake_quantized import LearnedShifts
 from compress.train.options import TrainingOptions
@@ -58,37 +58,37 @@ class BlockAP(LearnedRoundingPass, ReconstructionPass):
 
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, start and training, plus starting weights, a copy of the block and targets."""
-        seen, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
-        start = seen + rounding_bytes(size.largest // width, width)
-        held = 2 * 4 * size.weights + size.states_bytes * (self.error == "symmetric")
-        return held + max(seen + size.forward_bytes, start, TrainingOptions.memory(self, size))
+        statistics, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
+        start = statistics + rounding_bytes(size.largest // width, width)
+        copies = 2 * 4 * size.weights + size.states_bytes * (self.error == "symmetric")
+        return copies + max(statistics + size.forward_bytes, start, TrainingOptions.memory(self, size))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        kept = [self.target(block, inputs, batch) for batch in range(inputs.batches)]
-        targets = kept.__getitem__
+        outputs = [self.target(block, inputs, batch) for batch in range(inputs.batches)]
+        targets = outputs.__getitem__
         starts, roundings = self.starts(block, inputs, log), self.roundings(inputs)
         student = copy.deepcopy(block)
         _put(student, {name: start.codes for name, start in starts.items()}, roundings)
         judged = self.judged(inputs.batches)
-        before = block_error(student, inputs, targets, judged)
+        error_before = block_error(student, inputs, targets, judged)
         shifts = {name: self._shifts(inputs, name, start) for name, start in starts.items()}
         _put(student, {name: shifts[name].of(start.wanted) for name, start in starts.items()}, roundings)
-        steps, others = self.learn(student, inputs, targets, log, lambda name, layer: shifts[name])
-        after = block_error(student, inputs, targets, judged)
-        log("note", "error of the block's output", start=before, learned=after, steps=steps)
-        if after < before:
-            for name in others:
+        steps, norms_and_biases = self.learn(student, inputs, targets, log, lambda name, layer: shifts[name])
+        error_after = block_error(student, inputs, targets, judged)
+        log("note", "error of the block's output", start=error_before, learned=error_after, steps=steps)
+        if error_after < error_before:
+            for name in norms_and_biases:
                 block.get_parameter(name).data.copy_(student.get_parameter(name).data)
         else:
             message = "training did not reduce the error; the initial rounding is kept"
-            log("fallback", message, start=before, learned=after)
+            log("fallback", message, start=error_before, learned=error_after)
         for name, start in starts.items():
             rounding, learned = roundings[name], student.get_submodule(name)
             assert isinstance(learned, CompressedLinear)
-            weight = learned.all_parts if after < before else start.codes
+            weight = learned.all_parts if error_after < error_before else start.codes
             inputs.put(name, Solution(weight, transforms=() if rounding is None else (rounding,)))
 
-    def _shifts(self, inputs: BlockInputs, name: str, start: Start) -> LearnedShifts:
+    def _shifts(self, inputs: BlockInputs, name: str, start: RoundingStart) -> LearnedShifts:
         rounding = self.options_of(inputs, name).grid_options(inputs.layer(name))
         return LearnedShifts(rounding, start.mask, start.wanted, start.codes)
 

@@ -86,42 +86,57 @@ class FPTQ(EqualizingPass):
         return "the later pass rounds the inputs in another way; leave its option activations out"
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = inputs.observe(self.statistics)
-        ranges = {group: float(found.absmax.max()) for group, found in seen.items()}
-        self.equalize(block, inputs, seen, log)
-        for group, found in seen.items():
-            self._round(block, inputs, group, found, ranges[group], log)
+        statistics = inputs.observe(self.statistics)
+        ranges = {group: float(observer.absmax.max()) for group, observer in statistics.items()}
+        self.equalize(block, inputs, statistics, log)
+        for group, observer in statistics.items():
+            self._round(block, inputs, group, observer, ranges[group], log)
 
     def scale(self, readers: Readers) -> Float[Tensor, " in"] | None:
-        found = float(readers.absmax.max())
-        if not self.equalize_above < found < self.dynamic_from:
+        input_range = float(readers.absmax.max())
+        if not self.equalize_above < input_range < self.dynamic_from:
             return None
         return readers.equalize(logarithmic(readers.absmax))
 
     def _round(
-        self, block: nn.Module, inputs: BlockInputs, group: Group, seen: InputAbsMax, before: float, log: Log
+        self,
+        block: nn.Module,
+        inputs: BlockInputs,
+        group: Group,
+        statistics: InputAbsMax,
+        range_before: float,
+        log: Log,
     ) -> None:
-        """Set the rounding of the inputs of a group. seen: after, before: the range before equalization."""
+        """Set the rounding of the inputs of a group.
+
+        Args:
+            statistics: after, range_before: the range before equalization.
+        """
         grid, names = GRIDS[self.activations], [name for name in group.linears if name in inputs.names]
-        now = float(seen.absmax.max())
-        static = self.is_static(seen.tokens, before, equalized=now < before)
+        range_now = float(statistics.absmax.max())
+        static = self.is_static(statistics.tokens, range_before, equalized=range_now < range_before)
         for name in names:
-            rounding = InputRounding.covering(grid, seen.absmax.max(), inputs.storage) if static else None
+            rounding = InputRounding.covering(grid, statistics.absmax.max(), inputs.storage) if static else None
             replace_linear(block, name).round_inputs(rounding or InputRounding.of(grid))
         kind = "one static scale" if static else "a scale per token"
-        log("note", f"{', '.join(names)}: inputs with {kind}", range=before, equalized=now)
+        log("note", f"{', '.join(names)}: inputs with {kind}", range=range_before, equalized=range_now)
 
-    def is_static(self, tokens: int, before: float, equalized: bool) -> bool:
-        """Whether an input gets a static scale. before: its range before it was equalized, if it was."""
-        if tokens == 0 or before >= self.dynamic_from:
+    def is_static(self, tokens: int, range_before: float, equalized: bool) -> bool:
+        """Return whether an input gets a static scale.
+
+        Args:
+            range_before: its range before it was equalized, if it was.
+        """
+        if tokens == 0 or range_before >= self.dynamic_from:
             return False
-        return equalized or before <= self.equalize_above
+        return equalized or range_before <= self.equalize_above
 
 
 def logarithmic(inputs: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
-    """s_j = max|X_j| / log2(2 + max|X_j|)  (section 3, activation equalization); 1 for channels that were always zero.
+    """s_j = max|X_j| / log2(2 + max|X_j|) (section 3, activation equalization); 1 for channels that were always zero.
 
-    inputs: max|X_j|.
+    Args:
+        inputs: max|X_j|.
     """
     scale = inputs / torch.log2(2 + inputs)
     return torch.where(inputs > 0, scale.clamp(min=SMALLEST), torch.ones_like(scale))

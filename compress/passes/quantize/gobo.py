@@ -59,7 +59,7 @@ class GOBO(LayerPass):
     def memory(self, size: ProblemSize) -> int:
         return 8 * 8 * size.shape[0] * size.shape[1]  # sorted in float64 with order and running sums
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Solution:
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Nothing, layer: Layer) -> Solution:
         weight = weight.float()
         center = weight.mean() if layer.mask is None else weight[layer.mask].mean()
         # a Gaussian's log-probability falls with the distance from its mean, so the order is that of |w - mean|

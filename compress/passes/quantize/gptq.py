@@ -78,18 +78,18 @@ class GPTQ(CompensatingPass, QuantizingPass):
         refining = refine_bytes(*size.shape) if self.refine else 0
         return super().memory(size) + max(rounding_bytes(*size.shape), refining)
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Codes:
         order = None
         if self.act_order != "none":
-            order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
-        weight = self.fitted(weight.float(), seen, order)
+            order = statistics.diagonal.argsort(descending=True, stable=True)
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
+        weight = self.fitted(weight.float(), statistics, order)
         options = self.grid_options(layer)
         if self.scale == "importance":
             options = replace(options, importance=importance_of(factor, order))
-        found = round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes
+        codes = round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes
         if not self.refine:
-            return found
-        hessian = seen.damped(self.regularization, order)
+            return codes
+        hessian = statistics.damped(self.regularization, order)
         weight = weight if layer.mask is None else weight * layer.mask
-        return refined(weight, found, hessian, self.refine, layer.storage, layer.mask, order, self.signed(layer))
+        return refined(weight, codes, hessian, self.refine, layer.storage, layer.mask, order, self.signed(layer))

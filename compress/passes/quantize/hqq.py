@@ -67,11 +67,11 @@ class HQQ(QuantizingPass):
     def memory(self, size: ProblemSize) -> int:
         return 12 * 4 * size.weights  # weight, mask, codes, error and target, with parts of each
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Nothing, layer: Layer) -> Codes:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
         options = self.symmetric, self.scale, layer.storage
         scale, zero = fit(weight, self.grid, self.group_size, *options, signed=self.signed(layer))
-        kept = grouped(torch.ones_like(weight) if layer.mask is None else layer.mask.float(), self.group_size)
+        mask = grouped(torch.ones_like(weight) if layer.mask is None else layer.mask.float(), self.group_size)
         parts, shape = grouped(weight, self.group_size), scale.shape
         flat_zero = None if zero is None else zero.reshape(-1, 1)
         float_zeros = self.zero_point == "float" and layer.mask is None
@@ -85,7 +85,7 @@ class HQQ(QuantizingPass):
             return zero.round_().clamp_(self.grid.lowest, self.grid.highest)
 
         scale, zero = self._refine(
-            parts.flatten(0, 1), kept.flatten(0, 1), scale.reshape(-1, 1), flat_zero, layer.storage, store_zero
+            parts.flatten(0, 1), mask.flatten(0, 1), scale.reshape(-1, 1), flat_zero, layer.storage, store_zero
         )
         scale, zero = scale.reshape(shape), None if zero is None else zero.reshape(shape)
         width = weight.shape[1]
@@ -96,13 +96,17 @@ class HQQ(QuantizingPass):
     def _refine(
         self,
         parts: Float[Tensor, "groups size"],
-        kept: Float[Tensor, "groups size"],
+        mask: Float[Tensor, "groups size"],
         scale: Float[Tensor, "groups 1"],
         zero: Float[Tensor, "groups 1"] | None,
         storage: torch.dtype,
         store_zero: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """The best scale and zero point of every group. kept: 0 for pruned weights and for padding."""
+        """Return the best scale and zero point of every group.
+
+        Args:
+            mask: 0 for pruned weights and for padding.
+        """
         best_scale, best_zero = scale.clone(), None if zero is None else zero.clone()
         best = torch.full_like(scale, torch.inf)
         live = torch.arange(parts.shape[0], device=parts.device)
@@ -110,25 +114,25 @@ class HQQ(QuantizingPass):
         for _ in range(self.iterations):
             codes = self.grid.encode(parts, scale, zero)
             error = parts - self.grid.decode(codes, scale, zero)
-            total = error.abs().mul_(kept).sum(1, keepdim=True)
+            total = error.abs().mul_(mask).sum(1, keepdim=True)
             falls = (total < best)[:, 0].nonzero()[:, 0]
             if not len(falls):
                 break
             live, best = live[falls], total[falls]
-            parts, kept, codes, error, scale = (t[falls] for t in (parts, kept, codes, error, scale))
+            parts, mask, codes, error, scale = (t[falls] for t in (parts, mask, codes, error, scale))
             best_scale[live] = scale
             if zero is not None and best_zero is not None:
                 zero = zero[falls]
                 best_zero[live] = zero
             target = parts - shrink(error, beta, self.norm)
-            scale, zero = self._step(target, kept, codes, scale, zero, storage, store_zero)
+            scale, zero = self._step(target, mask, codes, scale, zero, storage, store_zero)
             beta *= self.kappa
         return best_scale, best_zero
 
     def _step(
         self,
         target: Tensor,
-        kept: Tensor,
+        mask: Tensor,
         codes: Tensor,
         scale: Tensor,
         zero: Tensor | None,
@@ -137,15 +141,15 @@ class HQQ(QuantizingPass):
     ) -> tuple[Tensor, Tensor | None]:
         """Least squares for (codes - zero) scale = target: the scale given the zero point, then the zero point."""
         if self.optimize != "zero" or zero is None:
-            levels = self.grid.decode(codes, torch.ones_like(scale), zero).mul_(kept)
+            levels = self.grid.decode(codes, torch.ones_like(scale), zero).mul_(mask)
             # s = <target, levels> / <levels, levels>
-            found = (target * levels).sum(1, keepdim=True) / levels.square().sum(1, keepdim=True)
-            found = found.to(storage).to(scale.dtype)
-            scale = torch.where((found * scale > 0) & found.isfinite(), found, scale)  # of the same sign
+            new_scale = (target * levels).sum(1, keepdim=True) / levels.square().sum(1, keepdim=True)
+            new_scale = new_scale.to(storage).to(scale.dtype)
+            scale = torch.where((new_scale * scale > 0) & new_scale.isfinite(), new_scale, scale)  # of the same sign
         if self.optimize != "scale" and zero is not None:
             # z = mean(codes - target / s)
-            count = kept.sum(1, keepdim=True).clamp_(min=1)
-            zero = store_zero(((codes - target / scale) * kept).sum(1, keepdim=True) / count)
+            count = mask.sum(1, keepdim=True).clamp_(min=1)
+            zero = store_zero(((codes - target / scale) * mask).sum(1, keepdim=True) / count)
         return scale, zero
 
 

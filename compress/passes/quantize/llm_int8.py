@@ -122,17 +122,17 @@ class LLMInt8(QuantizingPass):
         return replace(effects, scheme=effects.scheme.with_parts(*effects.scheme.parts, outliers))
 
     def in_floats(self, layer: Layer) -> Int[Tensor, " n"]:
-        """The columns whose weights stay in 16 bits, ascending; of equally many outliers the first columns."""
+        """Return the columns whose weights stay in 16 bits, ascending; of equally many outliers the first columns."""
         if not self.float_columns:
             return torch.arange(0)
         often = layer.inputs.frequency.argsort(descending=True, stable=True)
         return often[: self.float_columns].sort().values
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | list[WeightPart]:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Codes | list[WeightPart]:
         if not self.float_columns:
             return self.nearest(weight, layer)
         columns = self.in_floats(layer)
-        kept = weight if layer.mask is None else weight * layer.mask
-        codes = self.nearest(kept.index_fill(1, columns, 0), layer)
-        outliers = OutliersPart.of_columns(columns, kept[:, columns], weight.shape[1], self.outlier_dtype)
+        masked = weight if layer.mask is None else weight * layer.mask
+        codes = self.nearest(masked.index_fill(1, columns, 0), layer)
+        outliers = OutliersPart.of_columns(columns, masked[:, columns], weight.shape[1], self.outlier_dtype)
         return [CodesPart.of(codes), outliers]

@@ -91,15 +91,15 @@ class LoRC(RegularizedPass):
         rows, width = size.shape
         return super().memory(size) + max(factor_bytes(width), 8 * (4 * rows * width + width**2))
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:
         if layer.unquantized is None:
             raise NumericError(
                 f"{layer.name}: the weight before rounding is not known; quantize the layer in the same sweep"
             )
         error, factor = (layer.unquantized - weight).float(), None
         if self.error == "activation":
-            factor = seen.factor_of(layer.name, layer.log, self.regularization)
-            error = error * (seen.diagonal != 0)  # a channel that is always zero adds no error
+            factor = statistics.factor_of(layer.name, layer.log, self.regularization)
+            error = error * (statistics.diagonal != 0)  # a channel that is always zero adds no error
         b, a = truncated_svd(error, self.rank) if factor is None else weighted_svd(error, factor, self.rank)
         down = self._part(a, layer)
         if down.scheme.quantized:

@@ -63,22 +63,26 @@ class MixedPrecision(BlockPass):
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         layers, ratios, together = {}, {}, {}
-        for group, seen in inputs.observe(Rows).items():
+        for group, statistics in inputs.observe(Rows).items():
             for name in group.linears:
                 layer = block.get_submodule(name)
                 if name in inputs.names and isinstance(layer, CompressedLinear) and layer.rounding is not None:
-                    layers[name], ratios[name] = layer, signal_to_noise(layer, seen.rows, name)
+                    layers[name], ratios[name] = layer, signal_to_noise(layer, statistics.rows, name)
                     together.setdefault(name if self.by == "layer" else group.linears[0], []).append(name)
-        for first in self.worst({first: min(ratios[name] for name in names) for first, names in together.items()}):
-            for name in together[first]:
+        for leader in self.worst({leader: min(ratios[name] for name in names) for leader, names in together.items()}):
+            for name in together[leader]:
                 layers[name].round_inputs(None)
         for name, ratio in ratios.items():
-            kept = layers[name].rounding is None
-            message = f"{name}: inputs stay in 16 bits" if kept else f"{name}: inputs are rounded"
+            is_unrounded = layers[name].rounding is None
+            message = f"{name}: inputs stay in 16 bits" if is_unrounded else f"{name}: inputs are rounded"
             log("note", message, signal_to_noise_db=round(ratio, 2))
 
     def worst(self, ratios: dict[str, float]) -> list[str]:
-        """The layers with unrounded inputs. ratios: signal-to-noise ratio in dB by layer, or by the first of a set."""
+        """Return the layers with unrounded inputs.
+
+        Args:
+            ratios: signal-to-noise ratio in dB by layer, or by the first of a set.
+        """
         if self.fraction is not None:
             ranked = sorted(ratios, key=lambda name: ratios[name])
             return ranked[: math.ceil(self.fraction * len(ranked))]
@@ -89,7 +93,8 @@ class MixedPrecision(BlockPass):
 def signal_to_noise(layer: CompressedLinear, rows: Tensor | None, name: str) -> float:
     """20 log10 of ||W x|| / ||W (q(x) - x)||, in dB; infinity if rounding changes nothing.
 
-    Raises NumericError when no calibration token reached the layer.
+    Raises:
+        NumericError: when no calibration token reached the layer.
     """
     if rows is None:
         raise NumericError(

@@ -56,16 +56,16 @@ class OBQ(RegularizedPass, QuantizingPass):
         width = size.shape[1]
         return super().memory(size) + max(factor_bytes(width), greedy_bytes(*size.shape) + 2 * 8 * width**2)
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Codes:
         self._check_size(weight, layer)
-        upper = seen.factor_of(layer.name, layer.log, self.regularization).double()
+        upper = statistics.factor_of(layer.name, layer.log, self.regularization).double()
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
         options = self.symmetric, self.scale, layer.storage
         scale, zero = fit(weight, self.grid, self.group_size, *options, signed=self.signed(layer))
         nearest = _Nearest(self.grid, weight.shape, scale, zero, self.group_size, layer.mask)
         costliest = self.order == "costliest"
-        found = greedy(weight.double(), upper.T @ upper, nearest, nearest.urgency, costliest).float()
-        codes = store(nearest.encode(found, slice(None)), self.grid)
+        rounded = greedy(weight.double(), upper.T @ upper, nearest, nearest.urgency, costliest).float()
+        codes = store(nearest.encode(rounded, slice(None)), self.grid)
         return Codes(codes, scale, zero, self.grid, self.group_size)
 
     def _check_size(self, weight: Tensor, layer: Layer) -> None:

@@ -69,12 +69,12 @@ class Olive(RegularizedPass):
         fitted = fit_bytes(*size.shape, self.group_size)
         return super().memory(size) + fitted + (rounding_bytes(*size.shape) if self.compensate else 0)
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
         scale = fit(weight, self.group_size, layer.storage)
         if not self.compensate:
             return Solution([PairsPart.of(quantized(weight, scale, self.group_size), scale, self.group_size)])
-        factor = seen.factor_of(layer.name, layer.log, self.regularization)
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization)
         rule = _Pairs(spread(scale, weight.shape[1], self.group_size).expand(weight.shape), layer)
         sweep(weight, factor, rule, rule.look, span=2)
         codes = encode(torch.stack(rule.levels, dim=1), torch.stack(rule.victims, dim=1))
@@ -105,8 +105,8 @@ class _Pairs:
         return values if self.keep is None else values * self.keep[column]
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        own, other = (FIRST, SECOND) if column % 2 == 0 else (SECOND, FIRST)
-        level = rounded(self._scaled(column, values), self._kind, own)
+        column_mode, partner_mode = (FIRST, SECOND) if column % 2 == 0 else (SECOND, FIRST)
+        level = rounded(self._scaled(column, values), self._kind, column_mode)
         self.levels.append(level)
-        self.victims.append(self._kind == other)
+        self.victims.append(self._kind == partner_mode)
         return level * self.scale[column]

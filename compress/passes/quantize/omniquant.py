@@ -104,9 +104,9 @@ class OmniQuant(BlockQuantizing):
     seed: int = Field(default=0, ge=0, description="seed of the order of the batches and of the held-out ones")
 
     @classmethod
-    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_grid(cls, grid: Grid, options: Mapping[str, Any]) -> dict[str, Any]:
         """Also the number of epochs."""
-        return super().of_grid(grid, given) | ({"epochs": 2 * EPOCHS} if grid.bits <= 2 else {})
+        return super().of_grid(grid, options) | ({"epochs": 2 * EPOCHS} if grid.bits <= 2 else {})
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -130,20 +130,20 @@ class OmniQuant(BlockQuantizing):
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, rounding and learning, plus the weights in float32 and the target outputs."""
         width = max(size.inputs, default=1)
-        seen = sum(map(UnitGram.memory_bytes, size.inputs)) if self.finish == "gptq" else 0
+        statistics = sum(map(UnitGram.memory_bytes, size.inputs)) if self.finish == "gptq" else 0
         group = self.group_size if isinstance(self.group_size, int) else width
         learn = clipping_bytes(size.weights, size.weights // group) + 2 * 4 * size.length * size.passed
         targets = size.states_bytes if self.error == "symmetric" else 0
-        sweep = seen + rounding_bytes(size.largest // width, width)
-        return targets + 4 * size.weights + max(seen + size.forward_bytes, sweep, learn)
+        sweep = statistics + rounding_bytes(size.largest // width, width)
+        return targets + 4 * size.weights + max(statistics + size.forward_bytes, sweep, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        every, roundings = range(inputs.batches), self.roundings(inputs)
-        targets = [self.target(block, inputs, batch) for batch in every]
-        trained, held = split_held_out(inputs.batches, self.hold_out, self.seed)
-        descent = Descent(block, inputs, targets, held or trained)
+        batch_numbers, roundings = range(inputs.batches), self.roundings(inputs)
+        targets = [self.target(block, inputs, batch) for batch in batch_numbers]
+        trained, held_out_batches = split_held_out(inputs.batches, self.hold_out, self.seed)
+        descent = Descent(block, inputs, targets, held_out_batches or trained)
         plain = self._codes(block, inputs, self._clippings(block, inputs, {}), log)
-        before = self._error(descent, plain, roundings)
+        error_before = self._error(descent, plain, roundings)
         changes = self._changes(block, inputs, log) if self.transforms else []
         of = {name: change for change in changes for name in change.link.readers}
         clippings = self._clippings(block, inputs, of)
@@ -153,48 +153,52 @@ class OmniQuant(BlockQuantizing):
         for change in changes:
             change.fold(block, inputs, log)
         codes = self._codes(block, inputs, clippings, log)
-        after = self._error(descent, codes, roundings)
-        log("note", "error of the block's output", start=before, learned=after)
-        if not after < before:
+        error_after = self._error(descent, codes, roundings)
+        log("note", "error of the block's output", start=error_before, learned=error_after)
+        if not error_after < error_before:
             message = "learning did not reduce the error; the weights are rounded without it"
-            log("fallback", message, start=before, learned=after)
+            log("fallback", message, start=error_before, learned=error_after)
             undo()
             codes = plain
-        for name, found in codes.items():
+        for name, layer_codes in codes.items():
             rounding = roundings[name]
-            inputs.put(name, Solution(found, transforms=() if rounding is None else (rounding,)))
+            inputs.put(name, Solution(layer_codes, transforms=() if rounding is None else (rounding,)))
 
     def _clippings(
         self, block: nn.Module, inputs: BlockInputs, changes: Mapping[str, Transformation]
     ) -> dict[str, LearnedClipping]:
-        """The ranges at the start, of every layer. changes: those of its inputs, by the name of the layer."""
-        found = {}
+        """Return the ranges at the start, of every layer.
+
+        Args:
+            changes: those of its inputs, by the name of the layer.
+        """
+        clippings = {}
         for name in inputs.names:
             layer, weight = inputs.layer(name), _weight(block, name)
             scaled = weight * changes[name].scale.detach() if name in changes else weight
-            found[name] = LearnedClipping(scaled, self.options_of(inputs, name).grid_options(layer), layer.mask)
-        return found
+            clippings[name] = LearnedClipping(scaled, self.options_of(inputs, name).grid_options(layer), layer.mask)
+        return clippings
 
     def _changes(self, block: nn.Module, inputs: BlockInputs, log: Log) -> list[Transformation]:
-        """The transformations to learn: one for the input of every layer that a link leads to."""
-        seen, found, done = inputs.observe(InputRange), [], set[str]()
+        """Return the transformations to learn: one for the input of every layer that a link leads to."""
+        statistics, changes, changed_readers = inputs.observe(InputRange), [], set[str]()
         for link in inputs.links:
             groups = [group for group in inputs.groups if set(group.linears) & set(link.readers)]
-            where, source = ", ".join(link.readers), block.get_submodule(link.source)
+            reader_names, source = ", ".join(link.readers), block.get_submodule(link.source)
             if isinstance(source, CompressedLinear) and source.quantized:
-                log("note", f"{where}: not transformed, because {link.source} is quantized already")
-            elif done & set(link.readers):
-                log("note", f"{where}: not transformed again by {link.source}")
-            elif not any(seen[group].tokens for group in groups):
-                log("fallback", f"{where}: no calibration token reached them, so they are not transformed")
+                log("note", f"{reader_names}: not transformed, because {link.source} is quantized already")
+            elif changed_readers & set(link.readers):
+                log("note", f"{reader_names}: not transformed again by {link.source}")
+            elif not any(statistics[group].tokens for group in groups):
+                log("fallback", f"{reader_names}: no calibration token reached them, so they are not transformed")
             else:
-                low = torch.stack([seen[group].low for group in groups]).amin(0)
-                high = torch.stack([seen[group].high for group in groups]).amax(0)
-                found.append(Transformation.start(block, link, low, high, inputs, log))
-                done |= set(link.readers)
-        if missing := [name for name in inputs.names if name not in done]:
+                low = torch.stack([statistics[group].low for group in groups]).amin(0)
+                high = torch.stack([statistics[group].high for group in groups]).amax(0)
+                changes.append(Transformation.start(block, link, low, high, inputs, log))
+                changed_readers |= set(link.readers)
+        if missing := [name for name in inputs.names if name not in changed_readers]:
             log("note", f"{', '.join(missing)}: no module before them can absorb a scale, so they are not transformed")
-        return found
+        return changes
 
     def _learn(
         self,
@@ -214,33 +218,33 @@ class OmniQuant(BlockQuantizing):
     def _codes(
         self, block: nn.Module, inputs: BlockInputs, clippings: Mapping[str, LearnedClipping], log: Log
     ) -> dict[str, Codes]:
-        """The rounded weights, with the scales of the clipped ranges."""
+        """Return the rounded weights, with the scales of the clipped ranges."""
         nearest = {name: clipping.codes(_weight(block, name)) for name, clipping in clippings.items()}
         if self.finish == "nearest":
             return nearest
-        found = dict(nearest)
-        for group, seen in inputs.observe(UnitGram).items():
+        codes = dict(nearest)
+        for group, statistics in inputs.observe(UnitGram).items():
             for name in [name for name in group.linears if name in nearest]:
-                if seen.tokens:
+                if statistics.tokens:
                     layer = inputs.layer(name)
-                    found[name] = self.swept(_weight(block, name), nearest[name], seen, layer)
+                    codes[name] = self.swept(_weight(block, name), nearest[name], statistics, layer)
                 else:
                     log("fallback", f"{name}: no calibration token reached this layer; it is rounded to nearest")
-        return found
+        return codes
 
-    def swept(self, weight: Float[Tensor, "out in"], nearest: Codes, seen: Gram, layer: Layer) -> Codes:
-        """The weight rounded by GPTQ with the scales and zero points of its nearest codes."""
+    def swept(self, weight: Float[Tensor, "out in"], nearest: Codes, statistics: Gram, layer: Layer) -> Codes:
+        """Return the weight rounded by GPTQ with the scales and zero points of its nearest codes."""
         options = self.for_layer(layer.name) or self
-        order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, Regularization(), order)
-        known = replace(options.grid_options(layer), fixed_scales=(nearest.scale, nearest.zero))
-        return round_columns(weight, factor, known, layer.mask, order).codes
+        order = statistics.diagonal.argsort(descending=True, stable=True)
+        factor = statistics.factor_of(layer.name, layer.log, Regularization(), order)
+        fixed_options = replace(options.grid_options(layer), known=(nearest.scale, nearest.zero))
+        return round_columns(weight, factor, fixed_options, layer.mask, order).codes
 
     def _error(
         self, descent: Descent, codes: Mapping[str, Codes], roundings: Mapping[str, InputRounding | None]
     ) -> float:
-        """The relative squared error of the block with these codes."""
-        forwards = {name: partial(rounded, found.dense(), roundings[name]) for name, found in codes.items()}
+        """Return the relative squared error of the block with these codes."""
+        forwards = {name: partial(rounded, layer_codes.dense(), roundings[name]) for name, layer_codes in codes.items()}
         with with_forwards(descent.block, forwards):
             return descent.error
 
@@ -279,12 +283,12 @@ class Transformation:
 
         low, high: the range of every input channel.
         """
-        where, shift = ", ".join(link.readers), None
+        reader_names, shift = ", ".join(link.readers), None
         high, low = link.equalize(high), -link.equalize(-low)
         if missing := without_bias(block, link):
-            log("note", f"{where}: not shifted, because {', '.join(missing)} has no bias")
+            log("note", f"{reader_names}: not shifted, because {', '.join(missing)} has no bias")
         elif not fold_shift(copy.deepcopy(block), link, (high + low) / 2, inputs.probe).kept:
-            log("note", f"{where}: not shifted, because a shift of {link.source} does not reach them unchanged")
+            log("note", f"{reader_names}: not shifted, because a shift of {link.source} does not reach them unchanged")
         else:
             shift = (high + low) / 2
         largest = torch.maximum(high.abs(), low.abs()) if shift is None else (high - low) / 2
@@ -309,13 +313,13 @@ class Transformation:
     @torch.no_grad()
     def fold(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         """Move the change into the weights and biases of the block; what changes the block's output is undone."""
-        where, shift = ", ".join(self.link.readers), self.shift
+        reader_names, shift = ", ".join(self.link.readers), self.shift
         folds = [] if shift is None else [("shift", fold_shift(block, self.link, shift, inputs.probe))]
         folds.append(("scale", fold(block, self.link, self.scale, inputs.probe)))
-        for what, done in folds:
-            if not done.kept:
-                message = f"folding the {what} into {self.link.source} changed the block's output, so it was undone"
-                log("fallback", f"{where}: {message}", relative_error=done.error)
+        for kind, rewrite in folds:
+            if not rewrite.kept:
+                message = f"folding the {kind} into {self.link.source} changed the block's output, so it was undone"
+                log("fallback", f"{reader_names}: {message}", relative_error=rewrite.error)
 
 
 def _weight(block: nn.Module, name: str) -> Float[Tensor, "out in"]:

@@ -57,7 +57,7 @@ class OWQ(RegularizedPass, QuantizingPass):
     scale: ScaleOption = Field(default="mse", description="scale search, as for gptq; 'mse' clips as in the paper")
 
     def columns_of(self, shape: tuple[int, int]) -> int:
-        """The number of outlier columns of a layer (out, in) within the budget, at least one."""
+        """Return the number of outlier columns of a layer (out, in) within the budget, at least one."""
         rows, width = shape
         return max(1, int(self.budget * rows * width / (VALUE_BITS * rows + INDEX_BITS)))
 
@@ -69,14 +69,14 @@ class OWQ(RegularizedPass, QuantizingPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> list[WeightPart]:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> list[WeightPart]:
         weight = weight.float()
-        chosen = self.weak_columns(weight, seen, layer)
-        rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
-        rest[chosen] = False
-        order = self._order(seen, rest, chosen)
-        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
-        mask = rest.expand(weight.shape) if layer.mask is None else layer.mask & rest
+        chosen = self.weak_columns(weight, statistics, layer)
+        is_quantized = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+        is_quantized[chosen] = False
+        order = self._order(statistics, is_quantized, chosen)
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
+        mask = is_quantized.expand(weight.shape) if layer.mask is None else layer.mask & is_quantized
         rule = _KeepLast(Rounding(weight, self.grid_options(layer), mask, order), weight.shape[1] - len(chosen))
         sweep(weight[:, order], factor, rule)
         values = torch.stack(rule.kept, dim=1)
@@ -84,18 +84,18 @@ class OWQ(RegularizedPass, QuantizingPass):
         outliers = OutliersPart.of_columns(chosen, values, weight.shape[1], self.outlier_dtype)
         return [CodesPart.of(rule.inner.codes), outliers]
 
-    def weak_columns(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Int[Tensor, " n"]:
-        """The indices of the columns with the largest sensitivity, in ascending order."""
+    def weak_columns(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Int[Tensor, " n"]:
+        """Return the indices of the columns with the largest sensitivity, in ascending order."""
         rounded = self.nearest(weight, layer).dense()
         # lambda_j = H_jj ||w_j - Q(w_j)||^2  (equation 4)
-        sensitivity = seen.diagonal * (weight - rounded).square().sum(0)
+        sensitivity = statistics.diagonal * (weight - rounded).square().sum(0)
         return sensitivity.topk(self.columns_of((weight.shape[0], weight.shape[1]))).indices.sort().values
 
-    def _order(self, seen: Gram, rest: Tensor, chosen: Int[Tensor, " n"]) -> Int[Tensor, " in"]:
-        """The rounded columns, then the outlier columns."""
-        columns = rest.nonzero()[:, 0]
+    def _order(self, statistics: Gram, is_quantized: Tensor, chosen: Int[Tensor, " n"]) -> Int[Tensor, " in"]:
+        """Return the rounded columns, then the outlier columns."""
+        columns = is_quantized.nonzero()[:, 0]
         if self.order == "static":
-            columns = columns[seen.diagonal[columns].argsort(descending=True, stable=True)]
+            columns = columns[statistics.diagonal[columns].argsort(descending=True, stable=True)]
         return torch.cat([columns, chosen])
 
 

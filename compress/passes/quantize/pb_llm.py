@@ -76,16 +76,16 @@ class PBLLM(CompensatingPass):
             raise ValueError(f"group_size {self.group_size} is too small for binary weights; write at least 8")
 
     def blocks(self, width: int) -> list[slice]:
-        """The blocks of columns that share scales."""
+        """Return the blocks of columns that share scales."""
         size = self.group_size if isinstance(self.group_size, int) else width
         return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
     def count(self, shape: tuple[int, int]) -> int:
-        """The number of salient weights of a layer (out, in)."""
+        """Return the number of salient weights of a layer (out, in)."""
         return sum(self._chosen(shape[0], block) for block in self.blocks(shape[1]))
 
     def _chosen(self, rows: int, block: slice) -> int:
-        """The number of salient weights in a block, at least one."""
+        """Return the number of salient weights in a block, at least one."""
         return max(1, round(self.salient * rows * (block.stop - block.start)))
 
     def effects(self, layer: LayerScheme) -> Effects:
@@ -97,27 +97,31 @@ class PBLLM(CompensatingPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + max(rounding_bytes(*size.shape), refine_bytes(*size.shape))
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        factor = seen.factor_of(layer.name, layer.log, self.regularization)
-        weight = self.fitted(weight.float(), seen)
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization)
+        weight = self.fitted(weight.float(), statistics)
         rule = _PartlyBinary(self, weight, factor.diagonal(), layer.storage)
         sweep(weight, factor, rule)
         codes, mask = rule.codes, rule.salient
         if self.refine:
-            hessian = seen.damped(self.regularization)
+            hessian = statistics.damped(self.regularization)
             codes = refined_sum(weight, codes, hessian, self.refine, layer.storage, (None, mask))
-        binary, apart = (CodesPart.of(one) for one in codes)
+        binary, apart = (CodesPart.of(plane_codes) for plane_codes in codes)
         return Solution([binary, SparsePart.of(apart, PackedMask.of(mask))])
 
     def chosen(
         self, values: Float[Tensor, "out size"], pivots: Float[Tensor, " size"], block: slice
     ) -> Bool[Tensor, "out size"]:
-        """The salient weights of a block. pivots: U_jj of its columns."""
+        """Return the salient weights of a block.
+
+        Args:
+            pivots: U_jj of its columns.
+        """
         # equation 3, with inv(H) = U^T U for the columns that are left
         score = values.abs() if self.score == "magnitude" else values.square() / pivots.square()
-        found = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
-        found.view(-1)[score.flatten().topk(self._chosen(len(values), block)).indices] = True
-        return found
+        salient = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
+        salient.view(-1)[score.flatten().topk(self._chosen(len(values), block)).indices] = True
+        return salient
 
 
 class _PartlyBinary:

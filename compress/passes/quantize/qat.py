@@ -87,25 +87,32 @@ class QAT(Quantizing, TrainingPass):
         label = run.label or self.key()
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
-            own = self.for_layer(name) or self
-            return self._fake(layer, own, run.scale_dtype, own.tries_signs and run.format.negative_scales)
+            own_step = self.for_layer(name) or self
+            return self._fake(layer, own_step, run.scale_dtype, own_step.tries_signs and run.format.negative_scales)
 
         with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
             self._note(student, run, label)
             yield student
 
-    def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype, signed: bool) -> Parametrization:
-        """The parametrization of a layer's weight. own: the pass with the options of the layer. signed: as in `fit`."""
-        if own.rounding_scheme is not None:
-            layer.round_inputs(InputRounding(own.rounding_scheme, layer.shape, {}))
-        rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage, signed=signed)
-        if own.grid.free_scales and (self.train is None or "scales" in self.train):
+    def _fake(self, layer: CompressedLinear, own_step: QAT, storage: torch.dtype, signed: bool) -> Parametrization:
+        """Return the parametrization of a layer's weight.
+
+        Args:
+            own_step: the pass with the options of the layer.
+            signed: as in `fit`.
+        """
+        if own_step.rounding_scheme is not None:
+            layer.round_inputs(InputRounding(own_step.rounding_scheme, layer.shape, {}))
+        rounding = GridOptions(
+            own_step.grid, own_step.group_size, own_step.symmetric, own_step.scale, storage, signed=signed
+        )
+        if own_step.grid.free_scales and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())
         return FakeQuantized(rounding, layer.mask)
 
     def _note(self, student: Student, run: Run, label: str) -> None:
         """Journal the layers whose scales cannot be learned."""
-        found = [n for n, trained in student.layers.items() if type(trained.parametrization) is FakeQuantized]
-        if found and (self.train is None or "scales" in self.train):
+        names = [n for n, trained in student.layers.items() if type(trained.parametrization) is FakeQuantized]
+        if names and (self.train is None or "scales" in self.train):
             message = "scales of these grids cannot be learned; they are computed from the weights in every step"
-            run.journal.add("fallback", label, message, layers=len(found), first=found[0])
+            run.journal.add("fallback", label, message, layers=len(names), first=names[0])

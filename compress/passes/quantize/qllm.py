@@ -78,8 +78,10 @@ class QLLM(WeightGrid, ReconstructionPass):
     def without_effect(self) -> dict[str, str]:
         idle = {"weight_rate": "on low-rank updates, which learn at learning_rate; leave it out"}
         if not self.rank:
-            own = set(TrainingOptions.model_fields) - {"train"}
-            idle |= dict.fromkeys(sorted(own | {"learning_rate"}), "with rank: 0, which learns nothing; leave it out")
+            training_options = set(TrainingOptions.model_fields) - {"train"}
+            idle |= dict.fromkeys(
+                sorted(training_options | {"learning_rate"}), "with rank: 0, which learns nothing; leave it out"
+            )
         return super().without_effect() | idle
 
     @property
@@ -90,8 +92,8 @@ class QLLM(WeightGrid, ReconstructionPass):
         return self.learning_rate
 
     def memory(self, size: ProblemSize) -> int:
-        seen = sum(map(Rows.memory_bytes, size.inputs)) + max(size.forward_bytes, 6 * 4 * size.largest)
-        return max(seen, 2 * 4 * size.weights + TrainingOptions.memory(self, size)) if self.rank else seen
+        statistics = sum(map(Rows.memory_bytes, size.inputs)) + max(size.forward_bytes, 6 * 4 * size.largest)
+        return max(statistics, 2 * 4 * size.weights + TrainingOptions.memory(self, size)) if self.rank else statistics
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (ReassemblyScheme(),) if self.extra else ()
@@ -110,37 +112,41 @@ class QLLM(WeightGrid, ReconstructionPass):
         return InputRounding(RoundingScheme(GRIDS[self.activations]), (0, 0), {})
 
     def rounded(self, weight: Float[Tensor, "out in"], layer: Layer) -> Float[Tensor, "out in"]:
-        """The nearest values of the grid."""
-        found = quantize(weight, self.grid, self.group_size, self.symmetric, dtype=layer.storage)
-        return found.dense(torch.float32)
+        """Return the nearest values of the grid."""
+        codes = quantize(weight, self.grid, self.group_size, self.symmetric, dtype=layer.storage)
+        return codes.dense(torch.float32)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         if self.extra:
-            for group, seen in inputs.observe(Rows).items():
+            for group, statistics in inputs.observe(Rows).items():
                 names = [name for name in group.linears if name in inputs.names]
-                self._reassemble(block, inputs, names, seen, log)
+                self._reassemble(block, inputs, names, statistics, log)
         if self.rank:
             self._correct(block, inputs, log)
 
-    def _reassemble(self, block: nn.Module, inputs: BlockInputs, names: Sequence[str], seen: Rows, log: Log) -> None:
+    def _reassemble(
+        self, block: nn.Module, inputs: BlockInputs, names: Sequence[str], statistics: Rows, log: Log
+    ) -> None:
         """Split and merge the input channels of linears that read the same tensor."""
-        where, layers = ", ".join(names), {name: replace_linear(block, name) for name in names}
-        if seen.rows is None:
-            log("fallback", f"{where}: no calibration token reached them, so their channels stay")
+        reader_names, layers = ", ".join(names), {name: replace_linear(block, name) for name in names}
+        if statistics.rows is None:
+            log("fallback", f"{reader_names}: no calibration token reached them, so their channels stay")
             return
         if any(transform.linear for layer in layers.values() for transform in layer.all_transforms):
-            log("note", f"{where}: their inputs have a transform already, so their channels stay")
+            log("note", f"{reader_names}: their inputs have a transform already, so their channels stay")
             return
         weights = {name: layer.weight.float() for name, layer in layers.items()}
-        found, error, before = self.search(seen.rows, weights, seen.absmax, {n: inputs.layer(n) for n in names})
-        if found is None:
-            log("note", f"{where}: channels stay; splitting would not reduce the error", error=before)
+        reassembly, error, error_before = self.search(
+            statistics.rows, weights, statistics.absmax, {n: inputs.layer(n) for n in names}
+        )
+        if reassembly is None:
+            log("note", f"{reader_names}: channels stay; splitting would not reduce the error", error=error_before)
             return
-        split = int((found.first.bincount(minlength=found.shape[1]) > 1).sum())
-        log("note", f"{where}: channels are split", channels=split, error=error, before=before)
+        split = int((reassembly.first.bincount(minlength=reassembly.shape[1]) > 1).sum())
+        log("note", f"{reader_names}: channels are split", channels=split, error=error, before=error_before)
         for layer in layers.values():
-            layer.put(found.adapted(layer.weight))
-            layer.set_transform(copy.deepcopy(found))
+            layer.put(reassembly.adapted(layer.weight))
+            layer.set_transform(copy.deepcopy(reassembly))
 
     def search(
         self,
@@ -151,14 +157,14 @@ class QLLM(WeightGrid, ReconstructionPass):
     ) -> tuple[Reassembly | None, float, float]:
         """(the best reassembly, or None; its error; the error without): ||Q(X') Q(W')^T - X W^T|| / ||X W^T||."""
         joined, rounding, width = torch.cat(list(weights.values())), self.rounding, rows.shape[1]
-        wanted, errors = rows @ joined.T, merging_errors(rows, joined)
+        outputs, errors = rows @ joined.T, merging_errors(rows, joined)
 
         def error(x: Tensor, change: Reassembly | None) -> float:
             mapped = {n: w if change is None else change.adapted(w) for n, w in weights.items()}
             output = rounding(x) @ torch.cat([self.rounded(w, layers[n]) for n, w in mapped.items()]).T
-            return float((output - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            return float((output - outputs).norm() / outputs.norm().clamp(min=1e-30))
 
-        before = least = error(rows, None)
+        error_before = least = error(rows, None)
         best, tried = None, 0
         top, bottom = float(absmax.max()), float(absmax.min())
         for step in range(1, THRESHOLDS + 1):
@@ -170,9 +176,9 @@ class QLLM(WeightGrid, ReconstructionPass):
             if pairs is None:
                 continue
             tried, change = count, Reassembly.of(pairs, parts, (len(joined), width))
-            if (found := error(change(rows), change)) < least:
-                best, least = change, found
-        return best, least, before
+            if (trial_error := error(change(rows), change)) < least:
+                best, least = change, trial_error
+        return best, least, error_before
 
     def _correct(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         """Learn low-rank updates of the weights with everything rounded, and add them if the error falls."""
@@ -181,24 +187,29 @@ class QLLM(WeightGrid, ReconstructionPass):
         student = copy.deepcopy(block)
         for name in names:
             replace_linear(student, name).round_inputs(self.rounding)
-        before = self._error(student, inputs, layers, judged)
+        error_before = self._error(student, inputs, layers, judged)
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
             seed = zlib.crc32(f"{inputs.name}.{name}".encode()) ^ self.seed
             return _RoundedUpdate(self, layers[name], layer.shape, seed)
 
         steps, _ = self.learn(student, inputs, inputs.reference, log, parametrize)
-        after = self._error(student, inputs, layers, judged)
-        if after >= before:
-            log("fallback", "training did not reduce the error; the weights stay", start=before, learned=after)
+        error_after = self._error(student, inputs, layers, judged)
+        if error_after >= error_before:
+            log(
+                "fallback",
+                "training did not reduce the error; the weights stay",
+                start=error_before,
+                learned=error_after,
+            )
             return
-        log("note", "error of the block's output", start=before, learned=after, steps=steps)
+        log("note", "error of the block's output", start=error_before, learned=error_after, steps=steps)
         for name in names:
             layer = replace_linear(block, name)
             layer.put(replace_linear(student, name).weight.to(layer.weight.dtype))
 
     def _error(self, block: nn.Module, inputs: BlockInputs, layers: Mapping[str, Layer], judged: list[int]) -> float:
-        """The relative squared error of the block with rounded weights and inputs."""
+        """Return the relative squared error of the block with rounded weights and inputs."""
         trial = copy.deepcopy(block)
         for name in layers:
             layer = replace_linear(trial, name)
@@ -214,10 +225,10 @@ class _RoundedUpdate(LowRankUpdate):
         self._step, self._layer = step, layer
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        found = super().forward(weight)
+        updated = super().forward(weight)
         with torch.no_grad():
-            rounded = self._step.rounded(found, self._layer)
-        return straight(found, rounded)
+            rounded = self._step.rounded(updated, self._layer)
+        return straight(updated, rounded)
 
     def finalize(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Tensor, None]:
         return super().forward(weight), None

@@ -77,11 +77,11 @@ class QTIP(RotatedPass):
         values = values_of(self.code, self.states, tables.get("table"), device)
         return GaussianCode(_Tiles(self.scheme(None), values), best_scale(self.bits, values), tables)
 
-    def improve(self, found: BlockSweep) -> None:
-        found.fit_scales()
+    def improve(self, sweep: BlockSweep) -> None:
+        sweep.fit_scales()
         for _ in range(self.refine):
-            found.descend()
-            found.fit_scales()
+            sweep.descend()
+            sweep.fit_scales()
 
     def memory(self, size: ProblemSize) -> int:
         trellis, sequences = self.scheme(None).trellis, size.shape[0] // self.tile_rows
@@ -90,7 +90,11 @@ class QTIP(RotatedPass):
 
 
 class _Tiles:
-    """Tiles of weights as tail-biting walks; values: of the states."""
+    """Tiles of weights as tail-biting walks;
+
+    Attributes:
+        values: of the states.
+    """
 
     def __init__(self, scheme: TrellisScheme, values: Float[Tensor, "states length"]) -> None:
         self.rows, self.columns, self.size = scheme.tile_rows, scheme.tile_columns, scheme.tile_bytes

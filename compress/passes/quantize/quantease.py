@@ -82,12 +82,12 @@ class QuantEase(CompensatingPass, QuantizingPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + 2 * refine_bytes(*size.shape)
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes | list[WeightPart]:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Codes | list[WeightPart]:
         order = torch.arange(weight.shape[1], device=weight.device)
         if self.order == "static":
-            order = seen.diagonal.argsort(descending=True, stable=True)
-        seen.factor_of(layer.name, layer.log, self.regularization)  # journals what is odd about the Hessian
-        weight, hessian = self.fitted(weight.float(), seen), seen.damped(self.regularization)
+            order = statistics.diagonal.argsort(descending=True, stable=True)
+        statistics.factor_of(layer.name, layer.log, self.regularization)  # journals what is odd about the Hessian
+        weight, hessian = self.fitted(weight.float(), statistics), statistics.damped(self.regularization)
         weight = weight if layer.mask is None else weight * layer.mask
         chosen = self._kept.choose(weight.abs(), layer.mask)
         options = self.grid_options(layer)
@@ -103,16 +103,16 @@ class QuantEase(CompensatingPass, QuantizingPass):
             options.shared_absmax,
             signed=options.signed,
         )
-        rule = _Rounds(scales, layer, order)
+        rule = _ColumnRounding(scales, layer, order)
         apart = weight * chosen
         rate = 1 / float(torch.linalg.eigvalsh(hessian)[-1]) if self._kept.count(weight.shape) else 0.0
-        found = weight - apart
+        rounded = weight - apart
         for iteration in range(1, self.iterations + 1):
             rule.rounds = not self.relaxed or iteration % self.relaxed != 0 or iteration > self.iterations - 2
-            found = descend(weight - apart, found, hessian, order, rule)
+            rounded = descend(weight - apart, rounded, hessian, order, rule)
             if rate and iteration < self.iterations:
                 # S + (W - Q - S) H / lambda_max: half of the gradient, by half of its Lipschitz constant
-                moved = torch.addmm(apart, weight - found - apart, hessian, alpha=rate)
+                moved = torch.addmm(apart, weight - rounded - apart, hessian, alpha=rate)
                 chosen = self._kept.choose(moved.abs(), layer.mask)
                 apart = moved * chosen
         if not rate:
@@ -120,7 +120,7 @@ class QuantEase(CompensatingPass, QuantizingPass):
         return [CodesPart.of(rule.codes), OutliersPart.of_positions(apart, chosen, self.outlier_dtype)]
 
 
-class _Rounds:
+class _ColumnRounding:
     """The rule of a column: round it to fixed scales, or not; pruned weights stay zero."""
 
     def __init__(self, start: Codes, layer: Layer, order: Int[Tensor, " in"]) -> None:
@@ -131,15 +131,15 @@ class _Rounds:
         self._codes = torch.empty(start.codes.T.shape, device=start.scale.device)
 
     def _by_column(self, per_group: Tensor) -> Float[Tensor, "in out"]:
-        every = spread(per_group, len(self.order), self.start.group_size).expand(self.start.shape)
-        return every[:, self.order].T.contiguous()
+        columns = spread(per_group, len(self.order), self.start.group_size).expand(self.start.shape)
+        return columns[:, self.order].T.contiguous()
 
-    def __call__(self, place: int, wanted: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        wanted = wanted if self.keep is None else wanted * self.keep[place]
+    def __call__(self, place: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+        values = values if self.keep is None else values * self.keep[place]
         if not self.rounds:
-            return wanted
+            return values
         scale, zero = self.scale[place], None if self.zero is None else self.zero[place]
-        self._codes[place] = self.start.grid.encode(wanted, scale, zero)
+        self._codes[place] = self.start.grid.encode(values, scale, zero)
         return self.start.grid.decode(self._codes[place], scale, zero)
 
     @property

@@ -44,10 +44,10 @@ class QuipSharp(RotatedPass):
     def code_of(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
         return GaussianCode(_Points(self.bits), GAUSSIAN[self.bits], {})
 
-    def improve(self, found: BlockSweep) -> None:
+    def improve(self, sweep: BlockSweep) -> None:
         for _ in range(self.refine):
-            found.fit_scales()
-            found.descend()
+            sweep.fit_scales()
+            sweep.descend()
 
     def memory(self, size: ProblemSize) -> int:
         distances = 2 * 4 * CHUNK * LENGTH * 256  # of some runs to all vectors of magnitudes

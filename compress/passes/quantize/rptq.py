@@ -98,7 +98,11 @@ class RPTQ(BlockPass):
         )
 
     def rounding_scheme(self, width: int, contiguous: bool) -> RoundingScheme:
-        """The scheme of inputs of this width. contiguous: whether the channels are in the order of their clusters."""
+        """Return the scheme of inputs of this width.
+
+        Args:
+            contiguous: whether the channels are in the order of their clusters.
+        """
         per_token, size = self.activation_scale == "token", width // self.clusters
         if contiguous and per_token and self.symmetric and self.grouping == "equal" and size * self.clusters == width:
             return RoundingScheme(self.grid, "group", group=size)
@@ -106,17 +110,17 @@ class RPTQ(BlockPass):
         return RoundingScheme(self.grid, kind, symmetric=self.symmetric, groups=self.clusters)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = inputs.observe(InputRange)
+        statistics = inputs.observe(InputRange)
         links = inputs.permutations if self.reorder != "none" else []
         for group in inputs.groups:
             names = [name for name in group.linears if name in inputs.names]
-            found = seen[group]
-            if not found.tokens:
+            observer = statistics[group]
+            if not observer.tokens:
                 raise NumericError(
                     f"{inputs.name}.{names[0]}: no calibration token reached this layer, so its inputs have no ranges; "
                     "use more calibration text, or name the layer in ignore"
                 )
-            low, high = found.low, found.high
+            low, high = observer.low, observer.high
             index = cluster(low, high, self.clusters, self.grouping)
             order = index.argsort(stable=True)
             moved = self._reordered(block, inputs, group, names, links, order, log)
@@ -125,13 +129,13 @@ class RPTQ(BlockPass):
             for name in names:
                 layer = replace_linear(block, name)
                 layer.round_inputs(self._rounding(index, low, high, moved, inputs.layer(name).storage))
-            where = f"{', '.join(names)}: inputs in {self.clusters} clusters"
-            log("note", where, largest_cluster=int(index.bincount().max()), **self._ranges(index, low, high))
+            reader_names = f"{', '.join(names)}: inputs in {self.clusters} clusters"
+            log("note", reader_names, largest_cluster=int(index.bincount().max()), **self._ranges(index, low, high))
 
     def _rounding(
         self, index: Int[Tensor, " in"], low: Tensor, high: Tensor, contiguous: bool, dtype: torch.dtype
     ) -> InputRounding:
-        """The rounding of inputs with these clusters and ranges of channels."""
+        """Return the rounding of inputs with these clusters and ranges of channels."""
         scheme = self.rounding_scheme(len(index), contiguous)
         if scheme.scale == "group":
             return InputRounding(scheme, (0, len(index)), {})
@@ -158,27 +162,27 @@ class RPTQ(BlockPass):
         log: Log,
     ) -> bool:
         """Bring the inputs of a group into an order; returns whether they are in it."""
-        where = ", ".join(names)
+        reader_names = ", ".join(names)
         if self.reorder == "none":
             return False
         if any(_masked(block, name) for name in names):
-            log("note", f"{where}: not reordered, so that its pruned weights stay in their places")
+            log("note", f"{reader_names}: not reordered, so that its pruned weights stay in their places")
             return False
-        link = next((found for found in links if set(found.readers) & set(group.linears)), None)
+        link = next((permutation for permutation in links if set(permutation.readers) & set(group.linears)), None)
         if link is not None and self._foldable(block, link, names):
             slots = torch.empty(len(order), dtype=torch.int64)
             slots[link.slots] = link.slots[order.cpu()]
-            done = permute(block, link, slots, inputs.probe)
-            if done.kept:
-                log("note", f"{where}: reordered, folded into {', '.join(link.sources)}")
+            rewrite = permute(block, link, slots, inputs.probe)
+            if rewrite.kept:
+                log("note", f"{reader_names}: reordered, folded into {', '.join(link.sources)}")
                 return True
-            log("fallback", f"{where}: folding the order would change the output", relative_error=done.error)
+            log("fallback", f"{reader_names}: folding the order would change the output", relative_error=rewrite.error)
         if self.reorder == "folded":
-            log("note", f"{where}: not reordered: no linear of the block writes its channels in any order")
+            log("note", f"{reader_names}: not reordered: no linear of the block writes its channels in any order")
             return False
         for name in names:
             replace_linear(block, name).permute_input(order)
-        log("note", f"{where}: reordered at run time")
+        log("note", f"{reader_names}: reordered at run time")
         return True
 
     def _foldable(self, block: nn.Module, link: Permutation, names: Sequence[str]) -> bool:
@@ -197,10 +201,13 @@ def _mismatch(later: Effects) -> str | None:
 def cluster(
     low: Float[Tensor, " in"], high: Float[Tensor, " in"], count: int, grouping: Grouping
 ) -> Int[Tensor, " in"]:
-    """The cluster of each channel, numbered by ascending size of their ranges. low, high: the range of each channel.
+    """Return the cluster of each channel, numbered by ascending size of their ranges.
 
     kmeans: of the points (high, low), as RPTQ. equal: channels in the order of high - low, divided into groups whose
     sizes differ by at most 1, as PEG's range-based permutation; of equal ranges the first channels come first.
+
+    Args:
+        low, high: the range of each channel.
     """
     span = (high - low).cpu()
     if grouping == "equal":

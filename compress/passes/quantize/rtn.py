@@ -48,5 +48,5 @@ class RTN(QuantizingPass):
     def scale_rows(self) -> int:
         return self.block_rows
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
+    def codes(self, weight: Float[Tensor, "out in"], statistics: Nothing, layer: Layer) -> Codes:
         return self.nearest(weight, layer)

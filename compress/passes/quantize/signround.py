@@ -65,32 +65,32 @@ class SignRound(LearnedRoundingPass):
         return self.learning_rate or (ADAM_RATE if self.optimizer == "adam" else 1 / self.iterations)
 
     def memory(self, size: ProblemSize) -> int:
-        """The maximum over observation, start and learning, plus the target outputs."""
-        seen, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
-        start = learned_bytes(size.weights, None) + seen + rounding_bytes(size.largest // width, width)
+        """Return the maximum over observation, start and learning, plus the target outputs."""
+        statistics, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
+        start = learned_bytes(size.weights, None) + statistics + rounding_bytes(size.largest // width, width)
         learn = learned_bytes(size.weights, 2 if self.optimizer == "adam" else 0) + 4 * size.length * size.passed
         targets = size.states_bytes if self.error == "symmetric" else 0
-        return targets + max(seen + size.forward_bytes, start, learn)
+        return targets + max(statistics + size.forward_bytes, start, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        every = range(inputs.batches)
-        descent = Descent(block, inputs, [self.target(block, inputs, batch) for batch in every], every)
+        batch_numbers = range(inputs.batches)
+        descent = Descent(block, inputs, [self.target(block, inputs, batch) for batch in batch_numbers], batch_numbers)
         starts, roundings = self.starts(block, inputs, log), self.roundings(inputs)
         learned = {name: LearnedRounding(start.wanted, start.codes, start.mask) for name, start in starts.items()}
         with _with_weights(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
-            before = descent.error
+            error_before = descent.error
         with _with_weights(block, {name: item.weight for name, item in learned.items()}, roundings):
             self._learn(descent, list(learned.values()))
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
         with _with_weights(block, {name: item.dense() for name, item in codes.items()}, roundings):
-            after = descent.error
-        log("note", "error of the block's output", start=before, learned=after)
-        if not after < before:
+            error_after = descent.error
+        log("note", "error of the block's output", start=error_before, learned=error_after)
+        if not error_after < error_before:
             log(
                 "fallback",
                 "learning did not reduce the error; the initial rounding is kept",
-                start=before,
-                learned=after,
+                start=error_before,
+                learned=error_after,
             )
             codes = {name: item.start for name, item in learned.items()}
         for name, item in codes.items():
@@ -103,10 +103,10 @@ class SignRound(LearnedRoundingPass):
         factors = [item.factor for item in learned if item.factor.requires_grad]
         stepper = _STEPPERS[self.optimizer]([{"params": shifts, "lr": rate}, {"params": factors, "lr": rate}])
 
-        def decay(done: int) -> None:
-            now = rate * (1 - done / self.iterations)
+        def decay(steps_done: int) -> None:
+            current_rate = rate * (1 - steps_done / self.iterations)
             for group, part in zip(stepper.param_groups, (1.0, self.scale_rate), strict=True):
-                group["lr"] = now * part
+                group["lr"] = current_rate * part
 
         def limit() -> None:
             for item in learned:

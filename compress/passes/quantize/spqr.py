@@ -90,32 +90,43 @@ class SpQR(CompensatingPass):
         gain = 8 * 4 * size.shape[0] * size.shape[1]  # groups without a weight, rounded, their errors, and the gains
         return super().memory(size) + max(gain, rounding_bytes(*size.shape), refine_bytes(*size.shape))
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        order = None if self.order == "natural" else seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
-        weight = self.fitted(weight.float(), seen, order)
+    def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
+        order = None if self.order == "natural" else statistics.diagonal.argsort(descending=True, stable=True)
+        factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
+        weight = self.fitted(weight.float(), statistics, order)
         importance = importance_of(factor, order)
         chosen = self._kept.choose(self.gain(weight, importance), None)
         options = GridOptions(self.grid, self._size, False, self.scale, layer.storage)
         options = replace(options, importance=importance) if self.scale == "importance" else options
         rule = _KeepSome(Rounding(weight, options, ~chosen, order), chosen, self.outlier_dtype, order)
         ordered = weight if order is None else weight[:, order]
-        found = sweep(ordered, factor, rule)
-        found = found if order is None else found[:, order.argsort()]
+        solved = sweep(ordered, factor, rule)
+        solved = solved if order is None else solved[:, order.argsort()]
         codes = rule.inner.codes
         if not bool(chosen.any()):
-            return Solution(self._refined(weight, codes, None, seen, layer, order))
-        apart = OutliersPart.of_positions(found - codes.dense(), chosen, self.outlier_dtype)
-        return Solution(self._refined(weight, codes, apart, seen, layer, order))
+            return Solution(self._refined(weight, codes, None, statistics, layer, order))
+        apart = OutliersPart.of_positions(solved - codes.dense(), chosen, self.outlier_dtype)
+        return Solution(self._refined(weight, codes, apart, statistics, layer, order))
 
     def _refined(
-        self, weight: Tensor, codes: Codes, apart: OutliersPart | None, seen: Gram, layer: Layer, order: Tensor | None
+        self,
+        weight: Tensor,
+        codes: Codes,
+        apart: OutliersPart | None,
+        statistics: Gram,
+        layer: Layer,
+        order: Tensor | None,
     ) -> list[WeightPart]:
-        """The parts, after rounds of refinement of the codes for what the outliers leave."""
-        rest = weight if apart is None else weight - apart.dense(torch.float32)
+        """Return the parts, after rounds of refinement of the codes for what the outliers leave."""
+        dense_part = weight if apart is None else weight - apart.dense(torch.float32)
         if self.refine:
             codes = refined(
-                rest, codes, seen.damped(self.regularization, order), self.refine, layer.storage, order=order
+                dense_part,
+                codes,
+                statistics.damped(self.regularization, order),
+                self.refine,
+                layer.storage,
+                order=order,
             )
         return [CodesPart.of(codes), *([] if apart is None else [apart])]
 
@@ -124,12 +135,14 @@ class SpQR(CompensatingPass):
         size = self._size
         groups = weight.reshape(len(weight), -1, size)
         weights = importance.view(-1, size)
-        whole = self._group_error(groups, weights)
-        found = [whole - self._group_error(_without(groups, place), _without(weights, place)) for place in range(size)]
-        return torch.stack(found, dim=-1).view(weight.shape)
+        group_error = self._group_error(groups, weights)
+        gains = [
+            group_error - self._group_error(_without(groups, place), _without(weights, place)) for place in range(size)
+        ]
+        return torch.stack(gains, dim=-1).view(weight.shape)
 
     def _group_error(self, groups: Tensor, weights: Tensor) -> Float[Tensor, "out groups"]:
-        """The weighted squared error of each group, with the whole range and a scale in floats."""
+        """Return the weighted squared error of each group, with the whole range and a scale in floats."""
         low, high = (end[..., None] for end in torch.aminmax(groups, dim=-1))
         step = divided(high - low, self.grid.span).clamp(min=torch.finfo(torch.float32).tiny)
         rounded = ((groups - low) / step).round_().mul_(step).add_(low)
@@ -137,7 +150,7 @@ class SpQR(CompensatingPass):
 
 
 def _without(values: Tensor, place: int) -> Tensor:
-    """The values of the last axis without one."""
+    """Return the values of the last axis without one."""
     return torch.cat([values[..., :place], values[..., place + 1 :]], dim=-1)
 
 

@@ -88,40 +88,44 @@ class SqueezeLLM(ModelPass):
         # squared gradients, one gradient at a time, the activations of a sequence; then a layer's k-means in float64
         return 4 * size.weights + size.forward_bytes + 12 * 8 * size.largest
 
-    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
         if self.sensitivity == "fisher":
-            check_learns(lm_objective, where, "write sensitivity: none")
+            check_learns(lm_objective, label, "write sensitivity: none")
         return lm_objective
 
     def apply(self, model: nn.Module, run: Run) -> None:
         label, dtype = run.label or self.key(), next(model.parameters()).dtype
         inside = tuple(f"{block.name}." for block in find_blocks(model))
         names = [name for name in linears(model) if name.startswith(inside) and works_on(self, name)]
-        found = self._fisher(model, run, label) if self.sensitivity == "fisher" else {}
-        for done, name in enumerate(names, start=1):
+        sensitivity_of = self._fisher(model, run, label) if self.sensitivity == "fisher" else {}
+        for layers_done, name in enumerate(names, start=1):
             layer = replace_linear(model, name)
             weight = layer.weight.detach().float()
-            seen = Layer(name, layer.mask, run.scale_dtype, partial(_log, run, f"{label} {name}"))
-            layer.put(self.rounded(weight, found.pop(name, None), seen))
+            statistics = Layer(name, layer.mask, run.scale_dtype, partial(_log, run, f"{label} {name}"))
+            layer.put(self.rounded(weight, sensitivity_of.pop(name, None), statistics))
             adapt(layer, run, dtype, f"{label}: {name}")
-            run.journal.add("progress", label, "layers", done=done, of=len(names))
+            run.journal.add("progress", label, "layers", done=layers_done, of=len(names))
 
     def _fisher(self, model: nn.Module, run: Run, label: str) -> dict[str, Tensor]:
-        """The sensitivities of the targeted weights, by full name."""
+        """Return the sensitivities of the targeted weights, by full name."""
         assert run.calibration is not None
         ids = run.calibration[: self.sequences]
         objective = LanguageLoss(lm_objective=self.adapt_objective(run.lm_objective, label))
 
-        def told(done: int) -> None:
-            run.journal.add("progress", label, "gradients of sequences", done=done, of=len(ids))
+        def report_progress(sequences_done: int) -> None:
+            run.journal.add("progress", label, "gradients of sequences", done=sequences_done, of=len(ids))
 
         with trainable(model, ("weights",), partial(works_on, self), run.storage, label) as student:
-            return fisher(student, objective, ids, label, told)
+            return fisher(student, objective, ids, label, report_progress)
 
     def rounded(
         self, weight: Float[Tensor, "out in"], sensitivity: Float[Tensor, "out in"] | None, layer: Layer
     ) -> list[WeightPart]:
-        """The parts of a layer. sensitivity: of every weight; None: all count alike."""
+        """Return the parts of a layer.
+
+        Args:
+            sensitivity: of every weight; None: all count alike.
+        """
         largest, sensitive = self._kept
         chosen = largest.choose(weight.abs(), layer.mask)
         if sensitivity is not None:
@@ -133,5 +137,5 @@ class SqueezeLLM(ModelPass):
         return look_up(weight, centers, layer, chosen, self.outlier_dtype)
 
 
-def _log(run: Run, where: str, kind: str, message: str, **figures: Any) -> None:
-    run.journal.add(kind, where, message, **figures)
+def _log(run: Run, label: str, kind: str, message: str, **figures: Any) -> None:
+    run.journal.add(kind, label, message, **figures)

@@ -71,115 +71,117 @@ class DropBlocks(ReshapingPass):
         # no rehearsal: the data decide which blocks are removed, and so the errors
         return replace(super().requires, objective=self.by == "loss", rehearsal=None)
 
-    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
-        check_learns(lm_objective, where, "write by: influence")
+    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+        check_learns(lm_objective, label, "write by: influence")
         return lm_objective
 
     def memory(self, size: ProblemSize) -> int:
-        """The logits of a sequence; by influence the hidden states between all blocks, in float32, with them."""
+        """Return the logits of a sequence; by influence the hidden states between all blocks, in float32, with them."""
         states = 4 * size.length * size.outputs if self.by == "influence" else 0
         return states + size.forward_bytes + (size.itemsize + 4) * size.length * size.vocabulary
 
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration with fewer blocks; the calibration text decides later which blocks are removed."""
+    def outcome(self, model: PreTrainedModel, label: str) -> PretrainedConfig:
+        """Return the configuration with fewer blocks; the calibration text decides later which blocks are removed."""
         blocks = find_blocks(model)
-        return with_blocks(model, _rest(blocks, self._last(self._choices(blocks, where), blocks, where)))
+        return with_blocks(model, _rest(blocks, self._last(self._choices(blocks, label), blocks, label)))
 
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
-        where, ids, blocks = run.label or self.key(), run.calibration[: self.sequences], find_blocks(model)
-        gone = self._chosen(model, ids, run, where)
-        kept = _rest(blocks, gone)
-        with skipping(blocks, gone):
-            wanted = logits_of(model, ids[:1])
-        held = tensors(model)
-        weights = {new: held[old] for old, new in renumbered(model, kept).items()}
-        new = build(model, with_blocks(model, kept), weights)
-        error = relative_error(logits_of(new, ids[:1]), wanted)
+        label, ids, blocks = run.label or self.key(), run.calibration[: self.sequences], find_blocks(model)
+        removed = self._chosen(model, ids, run, label)
+        kept_blocks = _rest(blocks, removed)
+        with skipping(blocks, removed):
+            expected_logits = logits_of(model, ids[:1])
+        tensor_of = tensors(model)
+        weights = {new: tensor_of[old] for old, new in renumbered(model, kept_blocks).items()}
+        new = build(model, with_blocks(model, kept_blocks), weights)
+        error = relative_error(logits_of(new, ids[:1]), expected_logits)
         if not error < SAME:
             raise ModelError(
-                f"{where}: the model of {len(kept)} blocks differs from the model that skips the others (relative "
-                f"error {error:.2g}): a block depends on its position; remove other blocks"
+                f"{label}: the model of {len(kept_blocks)} blocks differs from the model that skips the others "
+                f"(relative error {error:.2g}): a block depends on its position; remove other blocks"
             )
-        _check_runs(new, ids[:1], gone, where)
+        _check_runs(new, ids[:1], removed, label)
         replace_in_place(model, new)
 
-    def _number(self, blocks: Sequence[Block], where: str) -> int:
-        """The number of blocks to remove."""
-        found = self.count if self.sparsity is None else round(self.sparsity * len(blocks))
-        assert found is not None
-        if found == 0:
-            raise TargetError(f"{where}: sparsity {self.sparsity:g} of {len(blocks)} blocks removes none; use count: 1")
+    def _number(self, blocks: Sequence[Block], label: str) -> int:
+        """Return the number of blocks to remove."""
+        number = self.count if self.sparsity is None else round(self.sparsity * len(blocks))
+        assert number is not None
+        if number == 0:
+            raise TargetError(f"{label}: sparsity {self.sparsity:g} of {len(blocks)} blocks removes none; use count: 1")
         if len(blocks) == 1:
-            raise TargetError(f"{where}: cannot remove {found} of 1 blocks, the only one; leave this pass out")
-        if found >= len(blocks):
-            raise TargetError(f"{where}: cannot remove {found} of {len(blocks)} blocks; use at most {len(blocks) - 1}")
-        return found
+            raise TargetError(f"{label}: cannot remove {number} of 1 blocks, the only one; leave this pass out")
+        if number >= len(blocks):
+            raise TargetError(f"{label}: cannot remove {number} of {len(blocks)} blocks; use at most {len(blocks) - 1}")
+        return number
 
-    def _choices(self, blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
-        """The candidates: runs of contiguous blocks, one of which is removed, or single blocks."""
-        number = self._number(blocks, where)
+    def _choices(self, blocks: Sequence[Block], label: str) -> list[tuple[int, ...]]:
+        """Return the candidates: runs of contiguous blocks, one of which is removed, or single blocks."""
+        number = self._number(blocks, label)
         if wrong := [i for i in self.keep if not -len(blocks) <= i < len(blocks)]:
-            raise TargetError(f"{where}: keep names block {wrong[0]}, but the last one is {len(blocks) - 1}")
-        kept = {i % len(blocks) for i in self.keep}
-        whole = [b.index for b in blocks if all(works_on(self, f"{b.name}.{name}") for name in linears(b.module))]
-        free = [i for i in whole if i not in kept]
+            raise TargetError(f"{label}: keep names block {wrong[0]}, but the last one is {len(blocks) - 1}")
+        kept_indices = {i % len(blocks) for i in self.keep}
+        targeted = [b.index for b in blocks if all(works_on(self, f"{b.name}.{name}") for name in linears(b.module))]
+        free = [i for i in targeted if i not in kept_indices]
         if self.by == "spacing":
-            return self._spaced(number, free, blocks, where)
+            return self._spaced(number, free, blocks, label)
         long = number if self.contiguous else 1
         runs = [tuple(range(i, i + long)) for i in range(len(blocks) - long + 1)]
-        found = [run for run in runs if set(run) <= set(free)]
-        if len(found) < (1 if self.contiguous else number):
+        choices = [run for run in runs if set(run) <= set(free)]
+        if len(choices) < (1 if self.contiguous else number):
             kind = " contiguous" if self.contiguous else ""
             raise TargetError(
-                f"{where}: cannot remove {number}{kind} blocks: keep, targets and ignore protect all but {len(free)} "
+                f"{label}: cannot remove {number}{kind} blocks: keep, targets and ignore protect all but {len(free)} "
                 f"of {len(blocks)}; remove fewer, or protect fewer"
             )
-        return found
+        return choices
 
-    def _spaced(self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
-        """The blocks between the evenly spaced blocks that are kept."""
-        left = len(blocks) - number
-        stay = {round(i * (len(blocks) - 1) / max(1, left - 1)) for i in range(left)}
-        gone = [i for i in range(len(blocks)) if i not in stay]
-        if stuck := sorted(set(gone) - set(free)):
+    def _spaced(self, number: int, free: Sequence[int], blocks: Sequence[Block], label: str) -> list[tuple[int, ...]]:
+        """Return the blocks between the evenly spaced blocks that are kept."""
+        kept_count = len(blocks) - number
+        stay = {round(i * (len(blocks) - 1) / max(1, kept_count - 1)) for i in range(kept_count)}
+        removed = [i for i in range(len(blocks)) if i not in stay]
+        if stuck := sorted(set(removed) - set(free)):
             protected = f"by spacing removes block {stuck[0]}, which targets or ignore protect"
-            raise TargetError(f"{where}: {protected}; choose by influence or loss")
-        return [(i,) for i in gone]
+            raise TargetError(f"{label}: {protected}; choose by influence or loss")
+        return [(i,) for i in removed]
 
-    def _last(self, choices: Sequence[tuple[int, ...]], blocks: Sequence[Block], where: str) -> list[int]:
-        """The last blocks that may be removed, for the shape of the result."""
-        rounds = 1 if self.contiguous else self._number(blocks, where)
+    def _last(self, choices: Sequence[tuple[int, ...]], blocks: Sequence[Block], label: str) -> list[int]:
+        """Return the last blocks that may be removed, for the shape of the result."""
+        rounds = 1 if self.contiguous else self._number(blocks, label)
         return [i for run in choices[-rounds:] for i in run]
 
-    def _chosen(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> list[int]:
-        """The blocks to remove, in order; the journal gets the score of each."""
+    def _chosen(self, model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> list[int]:
+        """Return the blocks to remove, in order; the journal gets the score of each."""
         blocks = find_blocks(model)
-        choices, gone = self._choices(blocks, where), []
+        choices, removed = self._choices(blocks, label), []
         if self.by == "spacing":
             for (i,) in choices:
-                run.journal.add("note", f"{where} {blocks[i].name}", "dropped", blocks=1)
+                run.journal.add("note", f"{label} {blocks[i].name}", "dropped", blocks=1)
             return [i for (i,) in choices]
         once = influences(model, blocks, ids, len(choices[0])) if self.by == "influence" else None
-        for done in range(1 if self.contiguous else self._number(blocks, where)):
+        for round_index in range(1 if self.contiguous else self._number(blocks, label)):
             costs = {}
-            for i, some in enumerate(choices):
+            for i, candidate in enumerate(choices):
                 if once is None:
-                    run.journal.add("progress", where, f"loss without blocks {[*gone, *some]}", done=i, of=len(choices))
-                    with skipping(blocks, [*gone, *some]):
-                        costs[some] = mean_loss(model, ids, run.lm_objective)
+                    run.journal.add(
+                        "progress", label, f"loss without blocks {[*removed, *candidate]}", done=i, of=len(choices)
+                    )
+                    with skipping(blocks, [*removed, *candidate]):
+                        costs[candidate] = mean_loss(model, ids, run.lm_objective)
                 else:
-                    costs[some] = float(once[some[0]])
-            best = min(costs, key=lambda some: costs[some])
+                    costs[candidate] = float(once[candidate[0]])
+            best = min(costs, key=lambda candidate: costs[candidate])
             choices.remove(best)
-            gone += best
-            figures = {self.by: round(costs[best], 6), "blocks": len(best), "turn": done + 1}
-            run.journal.add("note", f"{where} {blocks[best[0]].name}", "dropped", **figures)
-        return sorted(gone)
+            removed += best
+            figures = {self.by: round(costs[best], 6), "blocks": len(best), "turn": round_index + 1}
+            run.journal.add("note", f"{label} {blocks[best[0]].name}", "dropped", **figures)
+        return sorted(removed)
 
 
-def _rest(blocks: Sequence[Block], gone: Sequence[int]) -> list[int]:
-    return [block.index for block in blocks if block.index not in gone]
+def _rest(blocks: Sequence[Block], removed: Sequence[int]) -> list[int]:
+    return [block.index for block in blocks if block.index not in removed]
 
 
 def influences(
@@ -191,19 +193,19 @@ def influences(
     """
     total = torch.zeros(len(blocks) - run + 1, dtype=torch.float64)
     for row in ids:
-        found = states(model, blocks, row[None])
+        hidden_states = states(model, blocks, row[None])
         for i in range(len(total)):
-            total[i] += float((1 - torch.cosine_similarity(found[i], found[i + run], dim=-1)).mean())
+            total[i] += float((1 - torch.cosine_similarity(hidden_states[i], hidden_states[i + run], dim=-1)).mean())
     return total / len(ids)
 
 
-def _check_runs(model: PreTrainedModel, ids: Tensor, gone: Sequence[int], where: str) -> None:
+def _check_runs(model: PreTrainedModel, ids: Tensor, removed: Sequence[int], label: str) -> None:
     """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
     try:
         with torch.no_grad():
             call_foreign(model, input_ids=ids.to(next(model.parameters()).device))
     except CannotRun as error:
         raise ModelError(
-            f"{where}: transformers cannot run the model without the blocks {sorted(gone)} ({one_line(error.cause)}); "
+            f"{label}: transformers cannot run the model without the blocks {sorted(removed)} ({one_line(error)}); "
             "protect them with keep"
         ) from error

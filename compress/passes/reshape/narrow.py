@@ -93,132 +93,142 @@ class Narrow(ReshapingPass):
 
         That is the repaired readers, a third of a feed-forward layer; with hidden channels, two whole models.
         """
-        left = size.weights // 3 if self.hidden is None else 2 * (size.weights + size.outside)
+        factor_bytes = size.weights // 3 if self.hidden is None else 2 * (size.weights + size.outside)
         solving = sum(map(Gram.memory_bytes, size.inputs)) + COPIES * 4 * size.largest
-        return size.states_bytes + max(size.itemsize * left, solving, BATCH * size.forward_bytes)
+        return size.states_bytes + max(size.itemsize * factor_bytes, solving, BATCH * size.forward_bytes)
 
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration with all new widths."""
-        inner, hidden = self._inner_widths(model, where), self._hidden_widths(model, where)
-        self._check_targets(model, [*inner.values(), *hidden], where)
+    def outcome(self, model: PreTrainedModel, label: str) -> PretrainedConfig:
+        """Return the configuration with all new widths."""
+        inner, hidden = self._inner_widths(model, label), self._hidden_widths(model, label)
+        self._check_targets(model, [*inner.values(), *hidden], label)
         edits: dict[Path, Any] = {}
         for width in (*inner.values(), *hidden):
             edits |= width.edits
         config = changed(model.config, edits)
         if config is None or sketch(model, config) is None:
-            raise ModelError(f"{where}: no configuration has all these widths; use one pass per width")
+            raise ModelError(f"{label}: no configuration has all these widths; use one pass per width")
         return config
 
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
-        where = run.label or self.key()
-        self.outcome(model, where)
-        if inner := self._inner_widths(model, where):
+        label = run.label or self.key()
+        self.outcome(model, label)
+        if inner := self._inner_widths(model, label):
             _InnerNarrowing(self, model, run, inner).narrow()
-        for width in self._hidden_widths(model, where):
-            self._narrow_hidden(model, run, width, where)
+        for width in self._hidden_widths(model, label):
+            self._narrow_hidden(model, run, width, label)
 
-    def _inner_widths(self, model: PreTrainedModel, where: str) -> dict[str, Width]:
-        """The widths inside of the blocks: heads, then feed-forward layers, in the order of execution."""
-        found: dict[str, Width] = {}
+    def _inner_widths(self, model: PreTrainedModel, label: str) -> dict[str, Width]:
+        """Return the widths inside of the blocks: heads, then feed-forward layers, in the order of execution."""
+        width_of: dict[str, Width] = {}
         if self.heads is not None:
             config = text_config(model.config)
             groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            gone = round(self.heads * groups)
-            if not 0 < gone < groups:
+            removed_count = round(self.heads * groups)
+            if not 0 < removed_count < groups:
                 raise TargetError(
-                    f"{where}: heads {self.heads:g} of {groups} groups removes {'all' if gone else 'none'}; use "
-                    f"a fraction from {1 / groups:.3g} to {1 - 1 / groups:.3g}"
+                    f"{label}: heads {self.heads:g} of {groups} groups removes {'all' if removed_count else 'none'}; "
+                    f"use a fraction from {1 / groups:.3g} to {1 - 1 / groups:.3g}"
                 )
-            found["heads"] = head_width(model, groups, groups - gone)
+            width_of["heads"] = head_width(model, groups, groups - removed_count)
         if self.ffn is not None:
             share = self.ffn
-            widths = ffn_widths(model, lambda size: self._kept_count("ffn", share, size, where))
-            found |= {f"ffn {i}": width for i, width in enumerate(widths)}
-        return found
+            widths = ffn_widths(model, lambda size: self._kept_count("ffn", share, size, label))
+            width_of |= {f"ffn {i}": width for i, width in enumerate(widths)}
+        return width_of
 
-    def _hidden_widths(self, model: PreTrainedModel, where: str) -> list[Width]:
+    def _hidden_widths(self, model: PreTrainedModel, label: str) -> list[Width]:
         share = self.hidden
         if share is None:
             return []
-        return [hidden_width(model, lambda size: self._kept_count("hidden", share, size, where))]
+        return [hidden_width(model, lambda size: self._kept_count("hidden", share, size, label))]
 
-    def _kept_count(self, option: str, share: float, size: int, where: str) -> int:
-        """The number of kept channels."""
-        left = round(size * (1 - share) / self.multiple) * self.multiple
-        if not 0 < left < size:
+    def _kept_count(self, option: str, share: float, size: int, label: str) -> int:
+        """Return the number of kept channels."""
+        kept_count = round(size * (1 - share) / self.multiple) * self.multiple
+        if not 0 < kept_count < size:
             raise TargetError(
-                f"{where}: {option} {share:g} of {size} channels, in multiples of {self.multiple}, removes "
-                f"{'none' if left else 'all'}; use another fraction, or a smaller multiple"
+                f"{label}: {option} {share:g} of {size} channels, in multiples of {self.multiple}, removes "
+                f"{'none' if kept_count else 'all'}; use another fraction, or a smaller multiple"
             )
-        return left
+        return kept_count
 
     @torch.no_grad()
-    def _narrow_hidden(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> None:
+    def _narrow_hidden(self, model: PreTrainedModel, run: Run, width: Width, label: str) -> None:
         """Remove hidden channels: prove that they are interchangeable, score them, repair readers, and cut."""
         assert run.calibration is not None
         ids = run.calibration[:1]
-        check_traded(model, width, ids, where)
-        score = self._hidden_scores(model, run, width, where)
-        left = next(iter(width.axes.values()))[1]
-        kept = score.argsort(descending=True, stable=True)[:left].sort().values
-        held = tensors(model)
+        check_traded(model, width, ids, label)
+        score = self._hidden_scores(model, run, width, label)
+        kept_count = next(iter(width.axes.values()))[1]
+        kept_channels = score.argsort(descending=True, stable=True)[:kept_count].sort().values
+        tensor_of = tensors(model)
         if self.repair == "least_squares":
-            for context, name, seen in _readers(model, run, width, where, Gram):
+            for context, name, statistics in _readers(model, run, width, label, Gram):
                 layer = CompressedLinear.of(context.block.module.get_submodule(name))
                 weight = layer.weight.float()
                 new = torch.zeros_like(weight)
-                new[:, kept], _ = repaired(weight, seen.hessian, kept, self.damping)
-                held[f"{context.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
+                new[:, kept_channels], _ = repaired(weight, statistics.hessian, kept_channels, self.damping)
+                tensor_of[f"{context.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
         config = changed(model.config, width.edits)
         assert config is not None
-        new = cut_hidden_channels(model, config, held, width, kept, ids, where)
-        share = float(score[kept].sum() / score.sum())
-        run.journal.add("note", where, "kept hidden channels", kept=left, of=len(score), importance=round(share, 6))
+        new = cut_hidden_channels(model, config, tensor_of, width, kept_channels, ids, label)
+        share = float(score[kept_channels].sum() / score.sum())
+        run.journal.add(
+            "note", label, "kept hidden channels", kept=kept_count, of=len(score), importance=round(share, 6)
+        )
         replace_in_place(model, new)
 
-    def _hidden_scores(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> Float[Tensor, " hidden"]:
+    def _hidden_scores(self, model: PreTrainedModel, run: Run, width: Width, label: str) -> Float[Tensor, " hidden"]:
         """The importance of every hidden channel: its part of the energy of each reader's output, or of all weights."""
         if self.importance == "weight":
-            held = tensors(model)
-            moved = [held[name].float().movedim(dim, 0) for name, dim in width.axes]
+            tensor_of = tensors(model)
+            moved = [tensor_of[name].float().movedim(dim, 0) for name, dim in width.axes]
             return torch.stack([rows.reshape(len(rows), -1).square().sum(1) for rows in moved]).sum(0)
         total = torch.zeros(next(iter(width.axes.values()))[0], device=next(model.parameters()).device)
-        for context, name, seen in _readers(model, run, width, where, InputNorm):
+        for context, name, statistics in _readers(model, run, width, label, InputNorm):
             weight = CompressedLinear.of(context.block.module.get_submodule(name)).weight.float()
-            energy = seen.norm.square() * weight.square().sum(0)
+            energy = statistics.norm.square() * weight.square().sum(0)
             total += energy / energy.sum().clamp(min=torch.finfo(torch.float32).tiny)
         return total
 
-    def _check_targets(self, model: PreTrainedModel, widths: Iterable[Width], where: str) -> None:
+    def _check_targets(self, model: PreTrainedModel, widths: Iterable[Width], label: str) -> None:
         """Raise TargetError if the targets exclude a linear that must become narrower."""
         inside = set(linears_of_blocks(model))
         for width in widths:
             names = {*width.modules("in", model), *width.modules("out", model)} & inside
             self.check_all_taken(
-                sorted(names), where, "widths are uniform in a configuration: all blocks become narrower, or none"
+                sorted(names), label, "widths are uniform in a configuration: all blocks become narrower, or none"
             )
 
     def scores(
-        self, weight: Float[Tensor, "out in"], gram: Float[Tensor, "in in"], others: Float[Tensor, " in"]
+        self, weight: Float[Tensor, "out in"], gram: Float[Tensor, "in in"], writer_squares: Float[Tensor, " in"]
     ) -> Float[Tensor, " in"]:
-        """Squared scores of a reader's columns; they add up over a bundle. others: squared norms of its input rows."""
+        """Squared scores of a reader's columns; they add up over a bundle.
+
+        Args:
+            writer_squares: squared norms of its input rows.
+        """
         columns = weight.float().square().sum(0)
-        return gram.diagonal() * columns if self.importance == "activation" else columns + others
+        return gram.diagonal() * columns if self.importance == "activation" else columns + writer_squares
 
 
-def _cut(held: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
-    """The tensors, reduced to the kept indices."""
-    found = {}
-    for name, tensor in held.items():
-        for dim, kept in cuts.get(name, {}).items():
-            tensor = tensor.index_select(dim, kept.to(tensor.device))
-        found[name] = tensor.contiguous()
-    return found
+def _cut(tensor_of: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
+    """Return the tensors, reduced to the kept indices."""
+    cut_tensors = {}
+    for name, tensor in tensor_of.items():
+        for dim, kept_indices in cuts.get(name, {}).items():
+            tensor = tensor.index_select(dim, kept_indices.to(tensor.device))
+        cut_tensors[name] = tensor.contiguous()
+    return cut_tensors
 
 
 def _checked(model: PreTrainedModel, width_edits: Mapping[Path, Any], cuts: Cuts) -> PretrainedConfig:
-    """The configuration of the cut tensors. Raises ModelError if its model has other shapes."""
+    """Return the configuration of the cut tensors.
+
+    Raises:
+        ModelError: if its model has other shapes.
+    """
     config = changed(model.config, width_edits)
     built = None if config is None else sketch(model, config)
     if config is None or built is None or shapes(built) != shapes_of(_cut(tensors(model), cuts)):
@@ -229,21 +239,21 @@ def _checked(model: PreTrainedModel, width_edits: Mapping[Path, Any], cuts: Cuts
     return config
 
 
-def shapes_of(found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensor_of: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Shapes by name."""
-    return {name: tuple(tensor.shape) for name, tensor in found.items()}
+    return {name: tuple(tensor.shape) for name, tensor in tensor_of.items()}
 
 
-def _contexts(model: PreTrainedModel, run: Run, where: str, kind: str) -> Iterator[BlockContext]:
+def _contexts(model: PreTrainedModel, run: Run, label: str, kind: str) -> Iterator[BlockContext]:
     """Yield every block with its inputs; after each, run the block in its new state to get the next inputs."""
     assert run.calibration is not None
-    first = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
+    parameter = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", parameter.device, parameter.dtype)
     ids = run.calibration
     state = capture_inputs(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
     for block in opened.blocks:
-        run.journal.add("progress", where, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, first.dtype, where, run.store_bytes, 0)
+        run.journal.add("progress", label, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
+        context = BlockContext(block, state, run, parameter.dtype, label, run.store_bytes, 0)
         yield context
         context.propagate()
         context.propagate_probe()
@@ -265,8 +275,8 @@ class _InnerNarrowing:
         """Zero the removed channels, then build the smaller model, which must give the same logits."""
         model, run = self.model, self.run
         assert run.calibration is not None
-        where = run.label or self.step.key()
-        for context in _contexts(model, run, where, "heads and channels"):
+        label = run.label or self.step.key()
+        for context in _contexts(model, run, label, "heads and channels"):
             for kind, width in self.widths.items():
                 self._narrow_block(context, kind, width)
         edits = {path: value for width in self.widths.values() for path, value in width.edits.items()}
@@ -275,7 +285,7 @@ class _InnerNarrowing:
         error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
         if not error < SAME:
             raise ModelError(
-                f"{where}: the narrowed model differs from the one with zeroed channels (relative error {error:.2g}); "
+                f"{label}: the narrowed model differs from the one with zeroed channels (relative error {error:.2g}); "
                 "leave this width unchanged"
             )
         replace_in_place(model, new)
@@ -288,54 +298,54 @@ class _InnerNarrowing:
             return
         inputs = SweepInputs(context, names)
         coupled = self._coupled(block, inputs.probe, kind, names, sources)
-        for group, seen in inputs.observe(Gram).items():
-            if seen.tokens == 0:
-                without_data(seen)
+        for group, statistics in inputs.observe(Gram).items():
+            if statistics.tokens == 0:
+                without_data(statistics)
                 context.logger(block.name)(
                     "fallback", "no calibration token reached them: scored by weights alone", linears=group.linears
                 )
-            for one in coupled:
-                if one.reader in group.linears:
-                    self._cut_reader(context, one, seen.hessian, width)
+            for channels in coupled:
+                if channels.reader in group.linears:
+                    self._cut_reader(context, channels, statistics.hessian, width)
 
     def _coupled(
         self, block: Block, forward: Callable[[nn.Module], Tensor], kind: str, names: list[str], sources: list[str]
     ) -> list[CoupledChannels]:
-        """The coupled channels of a block: those of an equal block if they also hold here, otherwise searched."""
+        """Return the coupled channels of a block: those of an equal block if they hold here, else searched."""
         key = (kind, block_signature(block.module))
-        found = self.found.get(key)
-        if found is None or not still_hold(block.module, forward, found):
+        coupled = self.found.get(key)
+        if coupled is None or not still_hold(block.module, forward, coupled):
             if kind == "heads":
-                found = coupled_heads(block.module, forward, names, sources)
+                coupled = coupled_heads(block.module, forward, names, sources)
             else:
-                found = coupled_ffn_channels(block.module, forward, names)
-        self.found[key] = found
-        served = {one.reader for one in found}
+                coupled = coupled_ffn_channels(block.module, forward, names)
+        self.found[key] = coupled
+        served = {channels.reader for channels in coupled}
         if missing := [name for name in names if name not in served]:
             raise ModelError(
                 f"{self.run.label or self.step.key()}: {block.name}.{missing[0]}: its input channels cannot be "
                 f"permuted (fused or unequal channels, norms across them); leave out {kind.split()[0]}"
             )
-        return found
+        return coupled
 
-    def _cut_reader(self, context: BlockContext, one: CoupledChannels, gram: Tensor, width: Width) -> None:
+    def _cut_reader(self, context: BlockContext, channels: CoupledChannels, gram: Tensor, width: Width) -> None:
         """Choose the kept bundles of a reader, repair its weight, and zero the columns of the other bundles."""
         block, step = context.block, self.step
-        module = block.module.get_submodule(one.reader)
+        module = block.module.get_submodule(channels.reader)
         layer = CompressedLinear.of(module)
         weight = layer.weight.float()
-        others = torch.zeros_like(weight[0])
-        for source, rows in zip(one.sources, one.rows, strict=True):
+        writer_squares = torch.zeros_like(weight[0])
+        for source, rows in zip(channels.sources, channels.rows, strict=True):
             squares = CompressedLinear.of(block.module.get_submodule(source)).weight.float().square().sum(1)
-            others += _spread(squares[rows].sum(1), one.columns, len(others))
-        score = step.scores(weight, gram, others)[one.columns].sum(1)
+            writer_squares += _spread(squares[rows].sum(1), channels.columns, len(writer_squares))
+        score = step.scores(weight, gram, writer_squares)[channels.columns].sum(1)
         dim = 0 if layer.transposed else 1
-        before, after = width.axes[f"{block.name}.{one.reader}.weight", dim]
-        stay = score.argsort(descending=True, stable=True)[: len(one) * after // before].sort().values
-        columns = one.columns.to(stay.device)[stay].flatten()
-        self._rewrite_reader(context, one.reader, module, weight, gram, columns)
-        self._record_cut(f"{block.name}.{one.reader}", layer.transposed, 1, columns)
-        for source, rows in zip(one.sources, one.rows, strict=True):
+        width_before, width_after = width.axes[f"{block.name}.{channels.reader}.weight", dim]
+        stay = score.argsort(descending=True, stable=True)[: len(channels) * width_after // width_before].sort().values
+        columns = channels.columns.to(stay.device)[stay].flatten()
+        self._rewrite_reader(context, channels.reader, module, weight, gram, columns)
+        self._record_cut(f"{block.name}.{channels.reader}", layer.transposed, 1, columns)
+        for source, rows in zip(channels.sources, channels.rows, strict=True):
             transposed = CompressedLinear.of(block.module.get_submodule(source)).transposed
             self._record_cut(f"{block.name}.{source}", transposed, 0, rows.to(stay.device)[stay].flatten())
 
@@ -349,39 +359,39 @@ class _InnerNarrowing:
         columns: Int[Tensor, " kept"],
     ) -> None:
         """Zero the removed columns, and repair the kept ones if `repair` is set."""
-        left, before = weight[:, columns], weight
+        narrowed, original = weight[:, columns], weight
         if self.step.repair == "least_squares":
-            left, used = repaired(weight, gram, columns, self.step.damping)
+            narrowed, used = repaired(weight, gram, columns, self.step.damping)
             if used != self.step.damping:
                 context.logger(context.full(name))("fallback", "more damping than configured was needed", damping=used)
         new = torch.zeros_like(weight)
-        new[:, columns] = left
+        new[:, columns] = narrowed
         rewrite_weight(module, lambda old: new.to(old))
-        size, left_over = (float(((w @ gram) * w).sum().clamp(min=0)) for w in (before, new - before))
+        size, left_over = (float(((w @ gram) * w).sum().clamp(min=0)) for w in (original, new - original))
         error = math.sqrt(left_over / size) if size > 0 else 0.0
         figures = {"kept": len(columns), "of": weight.shape[1], "error": round(error, 6)}
         context.logger(context.full(name))("note", "reads fewer channels", **figures)
 
-    def _record_cut(self, name: str, transposed: bool, side: int, kept: Int[Tensor, " kept"]) -> None:
+    def _record_cut(self, name: str, transposed: bool, side: int, kept_indices: Int[Tensor, " kept"]) -> None:
         """Cut the rows (side 0) or columns (side 1) of a linear, and the bias of its rows."""
-        self.cuts.setdefault(f"{name}.weight", {})[1 - side if transposed else side] = kept
+        self.cuts.setdefault(f"{name}.weight", {})[1 - side if transposed else side] = kept_indices
         if side == 0:
-            self.cuts.setdefault(f"{name}.bias", {})[0] = kept
+            self.cuts.setdefault(f"{name}.bias", {})[0] = kept_indices
 
 
 def _readers(
-    model: PreTrainedModel, run: Run, width: Width, where: str, observer: type[Observer]
+    model: PreTrainedModel, run: Run, width: Width, label: str, observer: type[Observer]
 ) -> Iterator[tuple[BlockContext, str, Any]]:
     """Yield (block, linear, observer) for every linear of the blocks that reads hidden channels."""
     readers = width.modules("in", model)
-    for context in _contexts(model, run, where, "hidden channels"):
+    for context in _contexts(model, run, label, "hidden channels"):
         names = [n.removeprefix(context.block.name + ".") for n in readers if _is_inside(n, context.block)]
-        for group, seen in SweepInputs(context, names).observe(observer).items():
-            if seen.tokens == 0:
-                without_data(seen)
+        for group, statistics in SweepInputs(context, names).observe(observer).items():
+            if statistics.tokens == 0:
+                without_data(statistics)
             for name in group.linears:
                 if name in names:
-                    yield context, name, seen
+                    yield context, name, statistics
 
 
 def _is_inside(name: str, block: Block) -> bool:
@@ -390,6 +400,6 @@ def _is_inside(name: str, block: Block) -> bool:
 
 def _spread(values: Tensor, columns: Int[Tensor, "bundles columns"], width: int) -> Float[Tensor, " width"]:
     """Distribute the value of each bundle evenly over its columns."""
-    found = values.new_zeros(width)
-    found[columns] = (values / columns.shape[1])[:, None].expand_as(columns)
-    return found
+    sums = values.new_zeros(width)
+    sums[columns] = (values / columns.shape[1])[:, None].expand_as(columns)
+    return sums

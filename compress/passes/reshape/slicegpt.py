@@ -48,29 +48,29 @@ class SliceGPT(ReshapingPass):
     sparsity: float = Field(default=0.2, gt=0, lt=1, description="fraction of the hidden channels to cut")
     multiple: int = Field(default=1, ge=1, description="keep a multiple of this number of hidden channels")
 
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration with the smaller hidden width and an untied head."""
-        width = hidden_width(model, lambda size: self._kept_count(size, where))
+    def outcome(self, model: PreTrainedModel, label: str) -> PretrainedConfig:
+        """Return the configuration with the smaller hidden width and an untied head."""
+        width = hidden_width(model, lambda size: self._kept_count(size, label))
         self.check_all_taken(
             linears_of_blocks(model),
-            where,
+            label,
             "the hidden width is uniform in a configuration: all blocks become narrower, or none",
         )
         config = changed(model.config, {**width.edits, **untying(model)})
         if config is None:
             raise ModelError(
-                f"{where}: no configuration has {self._kept_count(model.config.hidden_size, where)} channels"
+                f"{label}: no configuration has {self._kept_count(model.config.hidden_size, label)} channels"
             )
         return config
 
-    def _kept_count(self, size: int, where: str) -> int:
-        left = round(size * (1 - self.sparsity) / self.multiple) * self.multiple
-        if not 0 < left < size:
+    def _kept_count(self, size: int, label: str) -> int:
+        kept_count = round(size * (1 - self.sparsity) / self.multiple) * self.multiple
+        if not 0 < kept_count < size:
             raise TargetError(
-                f"{where}: sparsity {self.sparsity:g} of {size} channels, in multiples of {self.multiple}, removes "
-                f"{'none' if left else 'all'}; use another fraction, or a smaller multiple"
+                f"{label}: sparsity {self.sparsity:g} of {size} channels, in multiples of {self.multiple}, removes "
+                f"{'none' if kept_count else 'all'}; use another fraction, or a smaller multiple"
             )
-        return left
+        return kept_count
 
     def memory(self, size: ProblemSize) -> int:
         """Three copies of the model in float32: before a change, after it, and one for the comparison."""
@@ -79,36 +79,40 @@ class SliceGPT(ReshapingPass):
     @torch.no_grad()
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
-        where, ids = run.label or self.key(), run.calibration
-        config, dtype = self.outcome(model, where), next(model.parameters()).dtype
-        told = Told(where, "use narrow")
-        own = with_own_head(model, told)
-        width = hidden_width(own, lambda size: self._kept_count(size, where))
-        readers = readers_of_norms(own, width, ids[:1, :PROBE], told)
-        folded = fold_norms(own, readers, ids[:1, :PROBE], told)
-        rotation, energy = principal_components(covariance_of(folded, list(readers), ids, run, where))
-        turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], told)
-        left = next(iter(width.axes.values()))[1]
-        kept = torch.arange(left, device=energy.device)
-        new = cut_hidden_channels(folded, config, turned, width, kept, ids[:1, :PROBE], where)
-        figures = {"kept": left, "of": len(energy), "energy": round(float(energy[:left].sum() / energy.sum()), 6)}
-        run.journal.add("note", where, "kept principal components", **figures, rotation_error=error)
+        label, ids = run.label or self.key(), run.calibration
+        config, dtype = self.outcome(model, label), next(model.parameters()).dtype
+        refusal = Told(label, "use narrow")
+        untied = with_own_head(model, refusal)
+        width = hidden_width(untied, lambda size: self._kept_count(size, label))
+        readers = readers_of_norms(untied, width, ids[:1, :PROBE], refusal)
+        folded = fold_norms(untied, readers, ids[:1, :PROBE], refusal)
+        rotation, energy = principal_components(covariance_of(folded, list(readers), ids, run, label))
+        turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], refusal)
+        kept_count = next(iter(width.axes.values()))[1]
+        channels = torch.arange(kept_count, device=energy.device)
+        new = cut_hidden_channels(folded, config, turned, width, channels, ids[:1, :PROBE], label)
+        figures = {
+            "kept": kept_count,
+            "of": len(energy),
+            "energy": round(float(energy[:kept_count].sum() / energy.sum()), 6),
+        }
+        run.journal.add("note", label, "kept principal components", **figures, rotation_error=error)
         replace_in_place(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
 
 
 def covariance_of(
-    model: PreTrainedModel, norms: Sequence[str], ids: Tensor, run: Run, where: str
+    model: PreTrainedModel, norms: Sequence[str], ids: Tensor, run: Run, label: str
 ) -> Float[Tensor, "hidden hidden"]:
-    """The covariance of the outputs of all norms over all tokens; norms give all tokens equal weights."""
-    seen = Gram(model.get_submodule(norms[0]).get_parameter("weight").shape[0], next(model.parameters()).device)
+    """Return the covariance of the outputs of all norms over all tokens; norms give all tokens equal weights."""
+    statistics = Gram(model.get_submodule(norms[0]).get_parameter("weight").shape[0], next(model.parameters()).device)
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        seen.update(output.reshape(-1, output.shape[-1]))
+        statistics.update(output.reshape(-1, output.shape[-1]))
 
     with ExitStack() as stack:
         for name in norms:
             stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
         for i, row in enumerate(ids):
-            run.journal.add("progress", where, "covariance of hidden states", done=i, of=len(ids))
+            run.journal.add("progress", label, "covariance of hidden states", done=i, of=len(ids))
             logits_of(model, row[None])
-    return seen.hessian
+    return statistics.hessian

@@ -67,8 +67,8 @@ class Finetune(TrainingPass):
         return LowRankUpdate(layer.mask, layer.shape, self.lora_rank, alpha / self.lora_rank, seed)
 
     def memory(self, size: ProblemSize) -> int:
-        whole = super().memory(size)
-        kept = (
+        training_bytes = super().memory(size)
+        adapter_bytes = (
             8 if self.optimizer == "lion" else 12
         )  # bytes per weight of the best state and the moments, which W does not need here
-        return whole if self.lora_rank is None else whole - kept * size.weights
+        return training_bytes if self.lora_rank is None else training_bytes - adapter_bytes * size.weights

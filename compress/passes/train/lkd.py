@@ -62,11 +62,11 @@ class LKD(ReconstructionPass):
         if start == 0:
             log("note", "the block's output is unchanged; there is nothing to learn")
             return
-        before = {name: t.clone() if t.dim() < 2 else t for name, t in block.state_dict().items()}
+        state_before = {name: t.clone() if t.dim() < 2 else t for name, t in block.state_dict().items()}
         steps, _ = self.learn(block, inputs, targets, log)
         learned = block_error(block, inputs, targets, judged)
         if learned < start:
             log("note", "error of the block's output", start=start, learned=learned, steps=steps)
         else:
             log("fallback", "training did not reduce the error; the block is not changed", start=start, learned=learned)
-            block.load_state_dict(before, assign=True)
+            block.load_state_dict(state_before, assign=True)

@@ -1,10 +1,18 @@
 """What is true of a layer is known layer by layer: several passes may share a model out, but not meet on a layer."""
 
+from types import FunctionType
+
 import pytest
 from tolerances import LOGITS
 
 import compress
 from compress.errors import RecipeError, TargetError
+from compress.layers.parts.pairs import PairsScheme
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.rounding import RoundingScheme
+from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.facts import Effects
+from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass
 
 ATTENTION = {"weights": "int8", "group_size": "channel", "activations": "int8"}
 
@@ -95,3 +103,28 @@ def test_what_a_pass_needs_must_be_true_of_one_of_its_layers(recipe):
     with pytest.raises(TargetError, match="none of the 9 linears it works on is given quantized inputs before"):
         compress.plan(recipe(attention, compress.MixedPrecision(targets="*.mlp.*")))
     assert len(compress.plan(recipe(attention, compress.MixedPrecision())).layers) == 21
+
+
+def test_the_sizes_of_a_pass_have_at_most_twelve_methods():
+    """What a pass declares is a value (`Requirements`, `Effects`); a new method is a question to every author."""
+    methods = {
+        name
+        for size in (Pass, LayerPass, BlockPass, ModelPass)
+        for name, value in vars(size).items()
+        if isinstance(value, FunctionType | property | classmethod) and not name.startswith(("_", "model_"))
+    }
+    assert {"effects", "requires", "solve", "solve_block", "apply"} <= methods
+    assert len(methods) <= 12
+
+
+def test_transforms_that_may_stay_replace_those_of_their_kind():
+    layer = LayerScheme((8, 64))
+    effects = Effects(layer.with_transform(RoundingScheme(GRIDS["int8"])), transforms=(RoundingScheme(GRIDS["int4"]),))
+    assert effects.scheme.rounding.grid is GRIDS["int8"] and effects.largest_scheme.rounding.grid is GRIDS["int4"]
+    assert Effects(layer).largest_scheme == layer
+
+
+def test_a_layer_is_refused_by_the_pass_or_by_a_part_that_does_not_fit_it():
+    odd = LayerScheme((8, 33))
+    assert Effects(odd).refusal is None and Effects(odd, problem="no").refusal == "no"
+    assert "no pairs" in Effects(odd.with_parts(PairsScheme(32))).refusal

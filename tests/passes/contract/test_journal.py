@@ -1,6 +1,6 @@
 """The journal keeps entries in order, shows all of them at once, and does not keep progress."""
 
-from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.journal import Journal, JournalEntry
 
 
 def test_entries_are_kept_in_order_and_counted():
@@ -8,7 +8,7 @@ def test_entries_are_kept_in_order_and_counted():
     journal.add("note", "a", "first", channels=3)
     journal.add("fallback", "b", "second")
     journal.add("note", "c", "third")
-    assert journal.entries[0] == Entry("note", "a", "first", {"channels": 3})
+    assert journal.entries[0] == JournalEntry("note", "a", "first", {"channels": 3})
     assert [entry.message for entry in journal.entries] == ["first", "second", "third"]
     assert journal.counts() == {"note": 2, "fallback": 1}
 

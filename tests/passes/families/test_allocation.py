@@ -15,7 +15,7 @@ from compress.numerics.sparse.masks import Pattern
 from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
-from compress.passes.families.allocation import OWL, Global, Sensitivity, Uniform, read_allocation
+from compress.passes.families.allocation import OWL, Global, SensitivityAllocation, Uniform, read_allocation
 from compress.sweep.sweep import Sweep
 
 STEPS = [
@@ -57,7 +57,7 @@ def batches(ids):
         ({"owl": {"M": 7}}, OWL(M=7)),
         ({"owl": {"M": 5, "lambda": 0.04}}, OWL(lambda_=0.04)),
         ({"owl": None}, OWL()),
-        ({"sensitivity": {"within": 0.2}}, Sensitivity(within=0.2)),
+        ({"sensitivity": {"within": 0.2}}, SensitivityAllocation(within=0.2)),
         (OWL(M=3), OWL(M=3)),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_killed_run_ends_with_the_same_bytes(written, recipe, tiny_folder, tmp
 
 
 def test_options_of_an_allocation_are_all_told():
-    for kind in (OWL, Sensitivity):
+    for kind in (OWL, SensitivityAllocation):
         assert all(field.description for field in kind.model_fields.values())
     with pytest.raises(ValidationError, match="frozen"):
         OWL().M = 3

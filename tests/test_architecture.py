@@ -181,12 +181,57 @@ TENSOR_FILES = {
 }
 """Modules that write files of tensors, and what they hold."""
 
+VAGUE = {
+    "found",
+    "one",
+    "where",
+    "before",
+    "known",
+    "first",
+    "kept",
+    "seen",
+    "own",
+    "given",
+    "after",
+    "held",
+    "asked",
+    "wanted",
+    "others",
+    "other",
+    "last",
+    "done",
+    "made",
+    "named",
+    "taken",
+    "told",
+    "whole",
+    "rest",
+    "every",
+    "each",
+    "gone",
+    "left",
+    "here",
+    "there",
+    "now",
+    "then",
+    "what",
+    "which",
+    "some",
+    "both",
+    "same",
+}
+"""Pronouns and participles: a name says what a thing is."""
+VAGUE_SHARE = 0.015
+"""The largest share of such names among the names that a folder binds."""
+VAGUELY_NAMED = {"checkpoint", "cli", "data", "models", "pipeline", "recipe", "sweep", "testing"}
+"""Folders whose names are still to be changed."""
+
 REPORT = "report.json"
 REPORT_FILES = {
     "compress.report.write": "reads it for `compress report` and `compress compare`",
     "compress.report.pareto": "`compress compare` draws runs from their reports",
     "compress.cli.report": "`compress report` prints it",
-    "compress.report.build": "leaves it out of the digest of a checkpoint",
+    "compress.evaluate.evidence": "leaves it out of the digest of a checkpoint",
     "compress.checkpoint.containers.digests": "leaves it out of the files of a model",
     "compress.pipeline.output": "an output folder may hold one",
     "compress.pipeline.publish": "its presence shows that a run was verified",
@@ -337,6 +382,18 @@ def many_parameters(tree: ast.AST, most: int) -> list[str]:
 def switched_off(text: str) -> list[str]:
     """Comments that keep the formatter away."""
     return [f"line {n}" for n, line in enumerate(text.splitlines(), 1) if re.search(r"#\s*fmt:\s*(?:skip|off)", line)]
+
+
+def bound_names(tree: ast.AST) -> list[str]:
+    """The names that are assigned or are parameters."""
+    stored = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return stored + [n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)]
+
+
+def vague_share(trees: Iterable[ast.AST]) -> float:
+    """The share of vague names among those that are bound."""
+    names = [name for tree in trees for name in bound_names(tree)]
+    return sum(name in VAGUE for name in names) / max(1, len(names))
 
 
 def prints(tree: ast.AST) -> list[str]:
@@ -677,6 +734,16 @@ def test_the_formatter_is_never_switched_off():
     holds(lambda name: switched_off(texts[name]), "let ruff format the code", texts)
 
 
+def share_of_folder(folder: str) -> float:
+    return vague_share(tree_of(module) for module in FILES if f"{module}.".startswith(f"{PACKAGE}.{folder}."))
+
+
+def test_names_say_what_a_thing_is():
+    folders = {module.split(".")[1] for module in FILES if module.count(".") > 1}
+    shares = {folder: share_of_folder(folder) for folder in folders - VAGUELY_NAMED}
+    assert len(shares) > 8 and {folder: share for folder, share in shares.items() if share > VAGUE_SHARE} == {}
+
+
 def test_nothing_prints():
     holds(lambda m: prints(tree_of(m)), "only the command line prints, by click")
 
@@ -801,6 +868,7 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in LATE_IMPORTS if not late_imports(tree_of(m))] == []
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
+    assert [folder for folder in VAGUELY_NAMED if share_of_folder(folder) <= VAGUE_SHARE] == []
     assert [m for m in REPORT_FILES if not report_readers(tree_of(m))] == []
     assert [m for m in MANY_CAUGHT if not many_caught(tree_of(m))] == []
     assert [m for m in TENSOR_FILES if not tensor_writers(tree_of(m))] == []
@@ -885,6 +953,10 @@ def test_no_exception_has_outlived_its_reason():
 )
 def test_every_rule_finds_what_breaks_it(rule, text):
     assert rule(ast.parse(text))
+
+
+def test_vague_names_are_counted():
+    assert vague_share([ast.parse("found = f(lambda one: codes)\ncodes, mask = 1, 2")]) == 0.5
 
 
 @pytest.mark.parametrize(

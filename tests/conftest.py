@@ -30,6 +30,7 @@ from compress.data.ids import token_ids
 from compress.models.structure.blocks import find_blocks
 from compress.native.library import library
 from compress.passes.contract.journal import Journal, JournalEntry
+from compress.sweep.capture import ModelShell
 
 # Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
 _any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -225,3 +226,25 @@ def stop():
 def manifest_of():
     """manifest_of(folder) -> the manifest of a run as plain values."""
     return lambda folder: json.loads((Path(folder) / ".compress" / "manifest.json").read_text())
+
+
+# A real block with its real inputs, as the tests of structure discovery want it
+
+
+@pytest.fixture
+def second_block(tiny, in_memory, ids):
+    """second_block(family) -> (its second block, a forward pass of it on captured inputs, with all routes open)."""
+
+    def make(family):
+        opened = in_memory(tiny(family))
+        captured = ModelShell(opened).capture(ids())
+        with torch.no_grad():
+            hidden = captured.calls[0].run(opened.blocks[0].module, captured.hidden)
+
+        def forward(block):
+            with torch.no_grad():
+                return captured.calls[1].run(block, hidden)
+
+        return opened.blocks[1].module, forward
+
+    return make

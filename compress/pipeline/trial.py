@@ -84,7 +84,14 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Trial:
-        """Read what `to_json` gives."""
+        """Read what `to_json` gives.
+
+        Raises:
+            KeyError: for a missing value.
+            TypeError: for a value of another type.
+        """
+        if not isinstance(values["rates"], dict):
+            raise TypeError("rates must be an object")
         rates = {name: Rate(**rate) for name, rate in values["rates"].items()}
         return cls(rates, Forward(**values["before"]), Forward(**values["after"]))
 

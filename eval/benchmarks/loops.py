@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 import torch
 
-from compress.native import columns, walks
+from compress.native import columns
+from compress.native import trellis as native_trellis
 from compress.native.library import instruction_set
 from compress.numerics.linalg import inverse_factor
 from compress.numerics.quant.codes import quantize
@@ -87,8 +88,8 @@ def show(name: str, shape: str, compute: Callable[[], object], rounds: int) -> N
         no = {"new": lambda *_: False}
         with (
             patch.object(columns, "usable", **no),
-            patch.object(walks, "searches", **no),
-            patch.object(walks, "decodes", **no),
+            patch.object(native_trellis, "can_search", **no),
+            patch.object(native_trellis, "can_decode", **no),
         ):
             found[0].append(seconds(compute))
         found[1].append(seconds(compute))

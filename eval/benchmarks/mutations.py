@@ -106,8 +106,8 @@ MUTATIONS = (
     ),
     Mutation(
         "compress/passes/contract/observers.py",
-        "found += found.triu(1).T",
-        "found += found.triu().T",
+        "hessian += hessian.triu(1).T",
+        "hessian += hessian.triu().T",
         "passes/contract/test_observers.py",
         "the Hessian counts its diagonal twice",
     ),

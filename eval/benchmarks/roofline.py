@@ -19,7 +19,7 @@ import torch
 from compress import load
 from compress.evaluate import speed
 from compress.pipeline.rooflines import roofline
-from compress.roofline import here
+from compress.roofline import host
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.processor:
-        here.perf_counter = speed.perf_counter = process_time
+        host.perf_counter = speed.perf_counter = process_time
     for source in arguments.models:
         model, _ = load(source, compile=False)
         predicted, calls, measured = [], [], []

@@ -16,7 +16,7 @@ from compress.errors import SaveError
 from compress.layers.linear import CompressedLinear, replace_linear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.sweep.rounded_ends import ends_of
+from compress.sweep.quantized_embeddings import embeddings_of
 
 NATIVE = FORMATS["native"]
 UP = "model.layers.0.mlp.up_proj"
@@ -36,7 +36,7 @@ def written(opened, folder, dtype=torch.bfloat16):
     writer = CheckpointWriter(opened, FormatCodec(NATIVE, torch.float32), folder, folder)
     for block in opened.blocks:
         writer.add(block)
-    assert writer.close(NATIVE, Outside(ends_of(opened), {}), dtype, {"extra/note.txt": "note"}) == []
+    assert writer.close(NATIVE, Outside(embeddings_of(opened), {}), dtype, {"extra/note.txt": "note"}) == []
     return writer
 
 

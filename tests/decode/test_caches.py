@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from compress.decode import accelerate_generation
 from compress.decode import caches as caches_module
 from compress.decode import generation as generation_module
-from compress.decode.compiled import record_generation
 from compress.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ library")
@@ -38,7 +38,7 @@ def short_caches(monkeypatch):
 @pytest.fixture
 def recorded_model(pico_model):
     """The pico model whose `generate` decodes by recorded steps."""
-    record_generation(pico_model)
+    accelerate_generation(pico_model)
     return pico_model
 
 
@@ -90,7 +90,7 @@ def test_every_member_of_the_growing_cache_is_there(recorded_model, dense, tiny)
                 ask = [list(inspect.signature(f).parameters)[1:] for f in (mine, wanted)]
                 assert ask[0] == ask[1], name
     gemma = tiny("gemma3", sliding_window=10)
-    record_generation(gemma)
+    accelerate_generation(gemma)
     window = next(layer for layer in generated(gemma)[1].layers if layer.is_sliding)
     assert members(DynamicSlidingWindowLayer) - {"activate_past_recording", "sliding_window"} <= members(type(window))
 
@@ -181,7 +181,7 @@ def test_a_cache_that_is_continued_grows(family, mode, tiny, short_caches):
     model = tiny(family, **changes)
     total = SHORT + 40
     wanted = generated(model, tokens=total)[0]
-    record_generation(model)
+    accelerate_generation(model)
     with mode():
         text, cache = generated(model, tokens=10)
     while text.shape[1] < wanted.shape[1]:
@@ -189,7 +189,7 @@ def test_a_cache_that_is_continued_grows(family, mode, tiny, short_caches):
     assert torch.equal(text, wanted)
     assert cache.get_seq_length() == wanted.shape[1] - 1
     decoding = model.get_compiled_call(None)
-    assert decoding.reason is None and len(decoding.known) >= 2
+    assert decoding.reason is None and len(decoding.decoders) >= 2
 
 
 def test_early_initialization(recorded_model):
@@ -210,7 +210,7 @@ def test_a_draft_decodes_by_recorded_steps_and_changes_no_token(tokens, recorded
     wanted = generated(dense, tokens=tokens)[0]
     assert torch.equal(generated(dense, tokens=tokens, assistant_model=sure(recorded_model))[0], wanted)
     decoding = recorded_model.get_compiled_call(None)
-    assert decoding.reason is None and decoding.known
+    assert decoding.reason is None and decoding.decoders
 
 
 def test_a_model_that_checks_drafts(recorded_model, dense):
@@ -222,8 +222,8 @@ def test_a_model_that_checks_drafts(recorded_model, dense):
 def test_drafts_of_a_model_with_windows(window, tiny):
     model, draft = tiny("gemma3", sliding_window=window), tiny("gemma3", sliding_window=window)
     wanted = generated(model, tokens=20)[0]
-    record_generation(model)
-    record_generation(draft)
+    accelerate_generation(model)
+    accelerate_generation(draft)
     assert torch.equal(generated(model, tokens=20, assistant_model=sure(draft))[0], wanted)
 
 
@@ -233,7 +233,7 @@ def test_a_window_that_records_its_past_can_be_cropped(window, tokens, tiny):
     model = tiny("gemma3", sliding_window=window)
     theirs = generated(model, tokens=tokens)[1]
     plain = tiny("gemma3", sliding_window=window)
-    record_generation(model)
+    accelerate_generation(model)
     ours = generated(model, tokens=tokens)[1]
     more, found = torch.arange(20, 32)[None], []
     for cache in (ours, theirs):
@@ -248,7 +248,7 @@ def test_a_window_that_records_its_past_can_be_cropped(window, tokens, tiny):
 
 def test_a_full_window_cannot_be_cropped(tiny):
     model = tiny("gemma3", sliding_window=10)
-    record_generation(model)
+    accelerate_generation(model)
     cache = generated(model, tokens=2)[1]
     cache.crop(-1)
     assert cache.get_seq_length() == 7

@@ -51,7 +51,7 @@ for size, g in given.items():
         "general": solve_general(g["general"], g["wanted"][0]),
         "refined": refined(g["weight"], g["codes"], g["hessian"], 1, torch.float32).scale,
         "planes": refined_planes(g["weight"], g["planes"], g["hessian"], 1, torch.float32)[0].scale,
-        "block": sweep.found,
+        "block": sweep.rounded,
         "additive": books.codes,
         "rotation": cayley_step(torch.eye(size), g["general"], None, 0.1, 0.9)[0],
     }

@@ -82,7 +82,7 @@ def test_different_tokenizers_cannot_be_compared(pico, settings, tmp_path):
     with pytest.raises(ModelError, match=r"have different tokenizers \(token \d+ is .*evaluate them in two calls"):
         evaluate_models([pico, str(other)], settings, work=tmp_path / "w", on_failure=told.append)
     [found] = told  # what was measured before
-    assert [model.source for model in found.models] == [pico] and found.models[0].texts[0].score.perplexity > 1
+    assert [model.source for model in found.models] == [pico] and found.models[0].texts[0].compressed.perplexity > 1
 
 
 def test_a_folder_that_is_no_model_is_an_error_before_anything_runs(pico, tmp_path):
@@ -134,7 +134,7 @@ def test_what_was_measured_before_a_failure_is_told(fails_on, variant, pico, tex
     """The tables and the file hold it, and the error ends the command as before."""
 
     def fail(self, model, context):
-        if (context.which == "base") == (fails_on == "the base"):
+        if (context.role == "base") == (fails_on == "the base"):
             raise AttributeError("model.embed_tokens.weight is no parameter")
         return None
 
@@ -145,11 +145,11 @@ def test_what_was_measured_before_a_failure_is_told(fails_on, variant, pico, tex
     models = json.loads((tmp_path / "found.json").read_text())["models"]
     assert [model["source"] for model in models] == [pico, variant][: 1 if fails_on == "the base" else 2]
     for model in models:
-        assert f"{model['texts'][0]['score']['perplexity']:.4f}" in done.stdout
+        assert f"{model['perplexity'][0]['compressed']['perplexity']:.4f}" in done.stdout
     failed = models[-1]["failed"]["evaluation"]
     assert "AttributeError" in failed and failed in done.stdout
     assert fails_on == "the base" or models[0]["failed"] == {}
-    compared = models[-1]["compared"].get("perplexity")
+    compared = models[-1]["perplexity"]
     assert fails_on == "the base" or compared[0]["divergence"]["mean"] > 0
     again = CliRunner().invoke(main, ["compare", pico, variant, "--measure", *args[3:]])
-    assert again.exit_code == 1 and f"{models[0]['texts'][0]['score']['perplexity']:.4f}" in again.stdout
+    assert again.exit_code == 1 and f"{models[0]['perplexity'][0]['compressed']['perplexity']:.4f}" in again.stdout

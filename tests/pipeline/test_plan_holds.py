@@ -64,7 +64,6 @@ CHAINS = {
     "weights": [RTN(group_size=16), Distill(train=["weights"], **FEW)],
     "scales of dense layers": [Magnitude(), Distill(train=["scales"], **FEW)],
     "learned": [QAT(group_size=16, train=["weights", "scales"], **FEW)],
-    "learned, no floats": [QAT(weights="mxfp4", train=["weights", "scales"], **FEW)],
 }
 
 
@@ -155,7 +154,6 @@ def test_a_scheme_follows_a_change_of_the_shape(before, format_, recipe, tmp_pat
             r"train: weights matches no parameter: all layers are quantized; write train: \[norms, scales",
         ),
         ("native", "scales of dense layers", r"train: scales matches no parameter"),
-        ("native", "learned, no floats", r"train: scales needs scales that are floats, which mxfp4 has not"),
         (
             "compressed-tensors",
             "float zeros",

@@ -112,5 +112,5 @@ def test_the_command_prints_tables_and_a_pass(pico, tmp_path, monkeypatch):
     assert compress.Recipe.from_data(recipe) == compress.Recipe.from_data({"model": pico, **spelled})
     page = tmp_path / "s.html"
     every = CliRunner().invoke(cli.main, [*words, "--all", "--work", str(tmp_path / "w"), "-o", str(page)])
-    assert page.read_text().count('<figure class="heat">') == 2
+    assert page.read_text().count('<figure class="chart">') == 2
     assert "all layers: KL" in every.stdout and every.stdout.count("q_proj") == 3

@@ -237,7 +237,7 @@ class OmniQuant(BlockQuantizing):
         options = self.for_layer(layer.name) or self
         order = statistics.diagonal.argsort(descending=True, stable=True)
         factor = statistics.factor_of(layer.name, layer.log, Regularization(), order)
-        fixed_options = replace(options.grid_options(layer), known=(nearest.scale, nearest.zero))
+        fixed_options = replace(options.grid_options(layer), fixed_scales=(nearest.scale, nearest.zero))
         return round_columns(weight, factor, fixed_options, layer.mask, order).codes
 
     def _error(

@@ -260,7 +260,7 @@ def test_tasks_of_a_tied_model_whose_embedding_is_packed(pico, data, tmp_path):
     args = ["eval", folder, "--text", "none", "--tasks", "piqa", "--data", str(data), "--work", str(tmp_path / "w")]
     done = CliRunner().invoke(main, [*args, "--json"])
     assert done.exit_code == 0, done.output
-    ours = json.loads(done.stdout)["models"][0]["tasks"]["piqa"]["metrics"]["acc"]["values"]
+    ours = json.loads(done.stdout)["models"][0]["items"]["piqa"]["metrics"]["acc"]["values"]
     with quiet():
         theirs = HFLM(pretrained=compress.load(folder, dtype="float32")[0], tokenizer=tokenizer, batch_size=3)
     settings = Evaluate(tasks=("piqa",), data=str(data))

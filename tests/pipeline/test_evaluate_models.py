@@ -139,6 +139,7 @@ def test_what_was_measured_before_a_failure_is_told(fails_on, variant, pico, tex
         return None
 
     monkeypatch.setattr("compress.evaluate.tasks.Tasks.measure", fail)
+    monkeypatch.setenv("COLUMNS", "200")  # no cell of a table is wrapped
     args = ["eval", pico, variant, "--text", texts["test"], "--windows", "2", "--length", "64", "--work", str(tmp_path)]
     done = CliRunner().invoke(main, [*args, "-o", str(tmp_path / "found.json")])
     assert done.exit_code == 1 and "error: unexpected AttributeError: model.embed_tokens.weight" in done.stderr

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.opening import OpenModel
@@ -22,6 +22,30 @@ from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, spars
 
 MASKED_KEY = "compress_masked"
 """The entry of config.json that lists the linears whose zeros are pruned weights."""
+
+
+def masked_in(config: PretrainedConfig) -> frozenset[str]:
+    """Remove from a configuration the names of the linears whose zeros are pruned weights, and return them."""
+    names = vars(config).pop(MASKED_KEY, None)
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+
+
+def state_masks(config: PretrainedConfig, names: Collection[str]) -> None:
+    """State in a configuration which linears have pruned weights that no tensor tells, if there are any."""
+    vars(config).pop(MASKED_KEY, None)
+    if names:
+        setattr(config, MASKED_KEY, sorted(names))
+
+
+def masks_as_zeros(model: PreTrainedModel) -> frozenset[str]:
+    """Return the linears of a model whose zeros are their mask: pruned in memory, or by the checkpoint it is from.
+
+    A linear whose tensors store its mask is not among them.
+    """
+    layers = compressed_layers(model)
+    recorded = getattr(model.config, MASKED_KEY, None) or ()
+    loaded = (name for name in recorded if name not in layers or layers[name].positions is None)
+    return frozenset([*loaded, *(name for name, layer in layers.items() if layer.mask_words is not None)])
 
 
 def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from compress.checkpoint.formats.native import Native
-from compress.checkpoint.save import model_tensors
+from compress.checkpoint.save import masks_as_zeros, model_tensors, state_masks
 from compress.errors import SaveError
 from compress.layers.linear import CompressedLinear
 from compress.models.caches.quantized import rounded_caches
@@ -57,6 +57,7 @@ class Saving(HfQuantizer):
                 f"save_pretrained: {reason}, which transformers cannot store; "
                 "use compress.save(model, folder), or format='dense' there for dequantized weights"
             )
+        state_masks(model.config, masks_as_zeros(model))
         return model_tensors(model, Native()), {}
 
     @property

@@ -20,15 +20,11 @@ from compress.checkpoint.containers.digests import write_digests
 from compress.checkpoint.containers.files import RESUMES, reason_of, write_json, write_text
 from compress.checkpoint.containers.safetensors import shard_name, write_shard
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.save import (
-    MASKED_KEY,
-    check_together,
-    dense_linear_names,
-    stated_scheme,
-)
+from compress.checkpoint.save import MASKED_KEY, check_together, dense_linear_names, stated_scheme
 from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.stored import INDEX
 from compress.errors import SaveError
+from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import CONFIG_KEY
 from compress.models.structure.blocks import Block
@@ -156,7 +152,9 @@ class CheckpointWriter:
             config["quantization_config"] = quantization
         if caches and stated is None:
             config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
-        masked = [name for entry in self.shards.values() for name in entry.masks_as_zeros]
+        pruned = {name for entry in self.shards.values() for name in entry.masked}
+        recorded = set(config.pop(MASKED_KEY, ())) & linears(opened.model).keys() - pruned  # by the loaded checkpoint
+        masked = [name for entry in self.shards.values() for name in entry.masks_as_zeros] + sorted(recorded)
         if masked:
             config[MASKED_KEY] = masked
         return config

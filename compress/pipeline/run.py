@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.files import told_of_writing, write_text
 from compress.checkpoint.formats.native import Native
+from compress.checkpoint.save import masked_in
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.hub import at_commit
 from compress.checkpoint.sources.load import load
@@ -169,7 +170,7 @@ def apply(
         journal.add("note", "model", log)
     opened = in_memory(model, tokenizer)
     sample = ModelShell(opened).check()
-    for log in with_masks(opened, masks=masks).notes:
+    for log in with_masks(opened, masked_in(model.config), masks).notes:
         journal.add("note", "model", log)
     context = Run(opened.device, opened.dtype, journal=journal, format=Native())
     steps, _ = resolve(passes, opened, context.format)

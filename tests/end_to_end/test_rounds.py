@@ -119,12 +119,33 @@ def test_masks_belong_to_the_checkpoint_not_to_the_report(case, ran, tmp_path):
     passes, save = MASKS_AS_ZEROS[case]
     folder = ran(f"masks {case}", Magnitude(sparsity=0.05), *passes, **save)
     left_out = shutil.ignore_patterns("report.*", "recipe.yaml", ".compress", "README.md")
-    opened = open_input(str(shutil.copytree(folder, tmp_path / "copy", ignore=left_out)))
+    holds_masks(shutil.copytree(folder, tmp_path / "copy", ignore=left_out))
+
+
+def holds_masks(folder):
+    opened = open_input(str(folder))
     for block in opened.blocks:
         opened.bring(block)
         for name, layer in linears(block.module).items():
             assert layer.mask is not None and bool((layer.weight[~layer.mask] == 0).all()), name
             assert 0.04 < float((~layer.mask).float().mean()) < 0.2
+
+
+@pytest.mark.parametrize("way", ["save", "export", "save_pretrained", "apply"])
+def test_masks_pass_through_a_model_in_memory(way, ran, pico_model, tmp_path):
+    """No tensor tells these masks, so each way out of memory has to state them."""
+    case = "codes" if way == "export" else "dense"
+    passes, save = MASKS_AS_ZEROS[case]
+    folder = ran(f"masks {case}", Magnitude(sparsity=0.05), *passes, **save)
+    if way == "export":
+        compress.export(folder, tmp_path / "out", format="native")
+    elif way == "apply":
+        compress.apply(pico_model, Magnitude(sparsity=0.05)).save_pretrained(tmp_path / "out")
+    elif way == "save":
+        compress.save(compress.load(folder)[0], tmp_path / "out", format="dense")
+    else:
+        compress.load(folder)[0].save_pretrained(tmp_path / "out")
+    holds_masks(tmp_path / "out")
 
 
 def test_a_sparsity_too_small_to_be_found_is_kept(ran, again):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.formats.native import Native
-from compress.checkpoint.save import compressed_layers, model_tensors
+from compress.checkpoint.save import compressed_layers, masks_as_zeros, model_tensors, state_masks
 from compress.checkpoint.sources.load import cache_schemes, fill, fill_caches, schemes_of, weights_in_codes
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.opening import Mapped
@@ -164,6 +164,7 @@ def native_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, A
         SaveError: for experts that have no names in transformers.
     """
     tensors = model_tensors(model, NATIVE)
+    state_masks(model.config, masks_as_zeros(model))
     cache_schemes_json = {name: scheme.to_json() for name, scheme in rounded_caches(model).items()}
     if cache_schemes_json:
         setattr(model.config, CONFIG_KEY, cache_schemes_json)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.save import MASKED_KEY
+from compress.checkpoint.save import masked_in, state_masks
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources import opening as opening
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
@@ -105,6 +105,7 @@ def load(
     if activations is not None:
         round_activations(model, activations)
     share_inputs(model)
+    state_masks(model.config, found.masked)
     guard_saving(model)
     if compile is None and found.caches:
         compile = False  # traced steps do not support cache policies
@@ -180,12 +181,6 @@ def describe(
     files = opening.match(model, stored, present=weights_in_codes(model, schemes))
     caches = cache_schemes(model, record, format_, described)
     return Description(model, compute, widened_from, format_, schemes, caches, masked, stored, files)
-
-
-def masked_in(config: Any) -> frozenset[str]:
-    """Remove from a configuration the names of the linears whose zeros are pruned weights, and return them."""
-    found = vars(config).pop(MASKED_KEY, None)
-    return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
 
 def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[str, Any]]:

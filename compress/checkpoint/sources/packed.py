@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.save import masked_in
 from compress.checkpoint.sources import opening
 from compress.checkpoint.sources.files import fingerprint_of, read_processor, stamp_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import commit_of
-from compress.checkpoint.sources.load import describe, fill, fill_caches, masked_in, weights_in_codes
+from compress.checkpoint.sources.load import describe, fill, fill_caches, weights_in_codes
 from compress.checkpoint.sources.masks import MaskPolicy, Zeros, mask_from_zeros, told, zeros_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.opening import Mapped, OpenModel

@@ -792,6 +792,21 @@ def test_no_architecture_is_named():
     holds(named, "structure is found, not known")
 
 
+FOUND_BY_FILE = {"AWQ", "GPTQ", "KVCache"}
+"""Classes of several folders that are found by the name of their file: a pass, and a format or an evaluator."""
+
+
+def test_a_class_name_is_unique():
+    places: dict[str, list[str]] = {}
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    shared = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert {name: modules for name, modules in shared.items() if name not in FOUND_BY_FILE} == {}
+    assert shared.keys() >= FOUND_BY_FILE
+
+
 def test_no_class_is_known_by_its_name():
     holds(lambda m: asked_class_names(tree_of(m)), "structure is found, not known")
 

@@ -30,7 +30,7 @@ UNLIMITED = 1 << 40
 """A length that cuts no sliding window of a model."""
 
 
-class StoredLayer(StaticLayer):
+class GrowingLayer(StaticLayer):
     """Keys and values of a fixed length that grows when it is full.
 
     stored: the dtype in which they are kept; they are returned in that of the model. None: in that of the model. edits:
@@ -141,7 +141,7 @@ class StoredLayer(StaticLayer):
         self.edits += 1
 
 
-class DecodingWindow(StoredLayer, StaticSlidingWindowLayer):
+class DecodingWindow(GrowingLayer, StaticSlidingWindowLayer):
     """Keys and values of a sliding window, which grow up to the window of the model where the text is shorter."""
 
     def __init__(self, max_cache_len: int, sliding_window: int) -> None:
@@ -192,7 +192,7 @@ class DecodingWindow(StoredLayer, StaticSlidingWindowLayer):
         return layer
 
 
-class DecodingLayer(StoredLayer):
+class DecodingLayer(GrowingLayer):
     """Keys and values of which the prompt sees its own alone."""
 
     def __init__(self, max_cache_len: int) -> None:
@@ -231,26 +231,26 @@ class DecodingCache(StaticCache):
     def __init__(self, model: PreTrainedModel, max_cache_len: int, dtype: torch.dtype) -> None:
         super().__init__(config=text_config(model.config), max_cache_len=UNLIMITED)  # nothing is allocated yet
         # Others may make masks of a length of their own.
-        whole = DecodingLayer if getattr(model, "_supports_attention_backend", False) else StoredLayer
+        whole = DecodingLayer if getattr(model, "_supports_attention_backend", False) else GrowingLayer
         layers: list[Any] = list(self.layers)
         for i, layer in enumerate(layers):
             if type(layer) is StaticLayer:
                 layers[i] = whole(max_cache_len)
             elif type(layer) is StaticSlidingWindowLayer:
                 layers[i] = DecodingWindow(max_cache_len, layer.max_cache_len)
-            if isinstance(layers[i], StoredLayer):
+            if isinstance(layers[i], GrowingLayer):
                 layers[i].stored = dtype
         self.layers: Any = layers
 
     @property
     def edits(self) -> int:
         """How often something else than a new token has changed the cache."""
-        return self.layers[0].edits if isinstance(self.layers[0], StoredLayer) else 0
+        return self.layers[0].edits if isinstance(self.layers[0], GrowingLayer) else 0
 
     def reserve(self, count: int) -> None:
         """Let the cache have space for so many more tokens, before a step that is recorded."""
         for layer in self.layers:
-            if isinstance(layer, StoredLayer):
+            if isinstance(layer, GrowingLayer):
                 layer.reserve(count)
 
     def activate_past_recording(self) -> None:

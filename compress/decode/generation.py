@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from compress.decode.arguments import StepArguments
 from compress.decode.caches import LENGTHS as LENGTHS
-from compress.decode.caches import DecodingCache, DecodingWindow, StoredLayer
+from compress.decode.caches import DecodingCache, DecodingWindow, GrowingLayer
 from compress.decode.decoding import TracedDecoding
 from compress.kernels import dispatch
 from compress.models.computation import widened_from
@@ -124,7 +124,7 @@ class TracedGeneration:
 def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> DecodingCache | None:
     """Create a cache for `length` tokens; None for a model that has other states than keys and values."""
     cache = DecodingCache(model, length, dtype)
-    return cache if all(isinstance(layer, StoredLayer) for layer in cache.layers) else None
+    return cache if all(isinstance(layer, GrowingLayer) for layer in cache.layers) else None
 
 
 def cache_bytes(model: PreTrainedModel, batch: int, length: int, dtype: torch.dtype) -> float:

@@ -21,6 +21,8 @@ from compress.evaluate.base import Record
 from compress.evaluate.perplexity import TextQuality
 from compress.evaluate.tasks import TaskScore
 from compress.numerics.histogram import LayerHistograms
+from compress.passes.contract.context import PhaseCost
+from compress.passes.contract.journal import JournalEntry
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.sensitivities import Sensitivities
 
@@ -118,20 +120,6 @@ class LayerRow(Record):
     histograms: LayerHistograms | None = None
 
 
-class PhaseCost(Record):
-    """Cost of a phase of a run.
-
-    Attributes:
-        seconds: Wall time.
-        peak_bytes: Peak memory of the host.
-        device_bytes: Peak memory of the accelerator; 0 if none was used.
-    """
-
-    seconds: float
-    peak_bytes: int
-    device_bytes: int = 0
-
-
 class DiskReading(Record):
     """Reading of the uncompressed model's weights.
 
@@ -198,15 +186,6 @@ class Verification(Record):
     own: float
     transformers: float | None
     skipped: str | None
-
-
-class JournalEntry(Record):
-    """One entry of the run's journal."""
-
-    kind: str
-    where: str
-    message: str
-    figures: dict[str, Any]
 
 
 class JournalRecord(Record):

@@ -33,7 +33,7 @@ ROUTED: ContextVar[Tensor | None] = ContextVar("ROUTED", default=None)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """How the 3-D parameters of experts hold linears.
 
     up, down: the names of the two parameters. transposed: whether they are [experts, in, out]. names: for each
@@ -183,7 +183,7 @@ def open_experts(model: nn.Module) -> list[str]:
     return notes
 
 
-def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Layout] | None:
+def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[ExpertLayout] | None:
     """The possible layouts of a module with experts; None when the module does not look like one."""
     own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
     cubes = [name for name, p in own.items() if p.dim() == 3]
@@ -197,10 +197,10 @@ def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Layo
     if extra or not flat:
         return []
     split = {name: names.get(name, (name,)) for name in cubes}
-    return [Layout(up, down, transposed, split) for transposed in flat]
+    return [ExpertLayout(up, down, transposed, split) for transposed in flat]
 
 
-def _opened(module: nn.Module, layout: Layout, named: bool) -> Experts:
+def _opened(module: nn.Module, layout: ExpertLayout, named: bool) -> Experts:
     """The opened form of a module; its linears are views of the module's parameters."""
     shell = copy.copy(module)
     shell.__dict__["_parameters"] = {}
@@ -227,7 +227,7 @@ def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _refuted(module: nn.Module, layout: Layout) -> str | None:
+def _refuted(module: nn.Module, layout: ExpertLayout) -> str | None:
     """Why the opened form computes another function, tested on a small random copy; None when it is the same."""
     small = copy.copy(module)
     small.__dict__.pop("forward", None)  # a forward that was wrapped in place would use the original's weights

@@ -27,11 +27,15 @@ class Registry(Mapping[str, "type[Pass]"]):
         folder = Path(__file__).parent
         kinds = {file.name: kind for kind in KINDS for file in pkgutil.iter_modules([str(folder / kind)])}
         self._kinds = dict(sorted(kinds.items()))
+        self._classes: dict[str, type[Any]] = {}
 
     def __getitem__(self, key: str) -> type[Pass]:
-        pass_class: type[Any] | None = class_of_file(import_module(f"{__name__}.{self._kinds[key]}.{key}"), key, object)
-        assert pass_class is not None, f"{key}.py defines no class"
-        return pass_class
+        if key not in self._classes:
+            module = import_module(f"{__name__}.{self._kinds[key]}.{key}")
+            pass_class: type[Any] | None = class_of_file(module, key, object)
+            assert pass_class is not None, f"{key}.py defines no class"
+            self._classes[key] = pass_class
+        return self._classes[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kinds)

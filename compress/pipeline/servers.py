@@ -55,13 +55,13 @@ def fused_sets(opened: OpenModel) -> FusedSets:
                 args: Any = send_to_device(call.args, "meta")
                 kwargs: Any = send_to_device(call.kwargs, "meta")
                 there = Call(args, kwargs, call.keyword)
-                groups = call_foreign(find_groups, empty, partial(_on_meta, there, hidden))
+                groups = find_groups(empty, partial(_on_meta, there, hidden))
                 sets[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
     return sets
 
 
 def _on_meta(call: Call, hidden: Tensor, module: nn.Module) -> Tensor:
-    return call.run(module, hidden.to("meta"))
+    return call_foreign(call.run, module, hidden.to("meta"))
 
 
 def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:

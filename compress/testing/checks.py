@@ -24,7 +24,7 @@ from compress.passes.families.quantizing import Quantizing
 from compress.pipeline.run import apply, run
 from compress.recipe.order import check_order
 from compress.recipe.schema import Calibration, Evaluate, Recipe, Save
-from compress.testing.trial import Trial, changed, differing, require, tensors_of
+from compress.testing.trial import PassTrial, changed, differing, require, tensors_of
 
 SIZES = (LayerPass, BlockPass, ModelPass)
 SEED = 20
@@ -75,7 +75,7 @@ def check_options(step: Pass) -> None:
     require(again == step, "its options are not the same after a round trip through YAML")
 
 
-def check_facts(trial: Trial) -> None:
+def check_facts(trial: PassTrial) -> None:
     """What it declares is what is true of its layers afterwards."""
     step = trial.step
     require(type(step).makes <= step.effects(ANY_LAYER).facts, "effects must contain the facts of makes")
@@ -96,7 +96,7 @@ def check_facts(trial: Trial) -> None:
                 require(not holds, f"{name} is {fact} afterwards; add the fact to makes")
 
 
-def check_apply(trial: Trial) -> None:
+def check_apply(trial: PassTrial) -> None:
     """It changes something, finite and the same again; it leaves the global random state and its input alone."""
     found = trial.applied
     same = found.keys() == trial.original.keys() and not differing(found, trial.original)
@@ -116,7 +116,7 @@ def check_apply(trial: Trial) -> None:
     require([hash(step) for step in trial.chain] == before, "it changes its own options")
 
 
-def check_run(trial: Trial, folder: Path) -> None:
+def check_run(trial: PassTrial, folder: Path) -> None:
     """`run` stores what `apply` computes, as planned, and leaves the model's files alone. folder: for its files."""
     trial.fresh().save_pretrained(folder / "model")
     np.save(folder / "ids.npy", trial.ids.numpy())
@@ -140,7 +140,7 @@ def _digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def check_targets(trial: Trial) -> None:
+def check_targets(trial: PassTrial) -> None:
     """It changes what it is held to, and nothing else."""
     step, (part, more) = trial.step, trial.part()
     inside = part.removesuffix("*")
@@ -160,7 +160,7 @@ def check_targets(trial: Trial) -> None:
     require(not touched, f"with ignore: {part} it changes {touched[:1]}")
 
 
-def _check_rest_is_there(trial: Trial, part: str) -> None:
+def _check_rest_is_there(trial: PassTrial, part: str) -> None:
     """Under whatever name; or what is asked cannot be done to a part of the model, and an error says so."""
     try:
         found = trial.tensors(changed(trial.step, targets=[part]))
@@ -172,7 +172,7 @@ def _check_rest_is_there(trial: Trial, part: str) -> None:
         require(kept, f"{name} is lost although it is not targeted")
 
 
-def check_pruned(trial: Trial) -> None:
+def check_pruned(trial: PassTrial) -> None:
     """Weights pruned before stay exactly zero, with zero points too; or it declares that it may not follow pruning."""
     part, _ = trial.part()
     both = isinstance(trial.step, Quantizing) and trial.step.weights.startswith("int")
@@ -199,7 +199,7 @@ def _check_refused(chain: list[Pass]) -> None:
     raise AssertionError("it may not come after pruning, but no error says so")
 
 
-def check_patterns(trial: Trial) -> None:
+def check_patterns(trial: PassTrial) -> None:
     """Patterns that match nothing are errors before any work."""
     for option in ("targets", "ignore"):
         try:

@@ -13,7 +13,7 @@ from compress.passes.contract.passes import Pass
 from compress.recipe.plugins import load_file
 from compress.testing import checks
 from compress.testing.model import tiny_ids, tiny_model
-from compress.testing.trial import Trial, require
+from compress.testing.trial import PassTrial, require
 
 
 def check_pass(
@@ -45,7 +45,7 @@ def check_pass(
     given = kind() if isinstance(step, type) else step
     checks.check_value(given)
     checks.check_options(given)
-    trial = Trial(given, model, tiny_ids() if ids is None else ids, tuple(before), tuple(after), plugins)
+    trial = PassTrial(given, model, tiny_ids() if ids is None else ids, tuple(before), tuple(after), plugins)
     for check in (
         checks.check_apply,
         checks.check_facts,

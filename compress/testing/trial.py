@@ -1,4 +1,4 @@
-"""Trial: a pass, what it is tried on, and the comparison of models tensor by tensor."""
+"""PassTrial: a pass, what it is tried on, and the comparison of models tensor by tensor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
 
 
 @dataclass(eq=False)
-class Trial:
+class PassTrial:
     """A pass and what it is tried on.
 
     fresh: makes the same model at every call, with at least three blocks. ids: calibration ids. before, after: the

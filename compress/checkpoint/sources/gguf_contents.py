@@ -56,7 +56,7 @@ MOST = 5  # names in a message
 
 
 @dataclass(frozen=True)
-class Header:
+class GGUFHeader:
     """The metadata of a GGUF file by key, and the number type of each tensor by name."""
 
     path: Path
@@ -64,14 +64,14 @@ class Header:
     types: Mapping[str, str]
 
 
-def header_of(path: Path) -> Header:
+def header_of(path: Path) -> GGUFHeader:
     """Read the header of a file. Raises ModelError for a part of a split file, and the errors of the `gguf` package."""
     from gguf import GGUFReader  # an optional dependency
 
     reader = GGUFReader(path)
     values = {name: field.contents() for name, field in reader.fields.items()}
     check_undivided(path, int(values.get("split.count", 1)))
-    return Header(path, values, {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors})
+    return GGUFHeader(path, values, {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors})
 
 
 def check_undivided(path: Path, count: int = 1) -> None:
@@ -85,7 +85,7 @@ def check_undivided(path: Path, count: int = 1) -> None:
         )
 
 
-def check_keys(header: Header, config: PretrainedConfig) -> None:
+def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
     """Raise ModelError for hyperparameters that the configuration, as transformers reads it, does not state.
 
     A key is accepted if transformers reads it, if it has no effect, or if its value is that of the configuration.
@@ -101,7 +101,7 @@ def check_keys(header: Header, config: PretrainedConfig) -> None:
     _refuse(header.path, "states hyperparameters that are not read", unread)
 
 
-def check_tensors(header: Header, model: PreTrainedModel) -> None:
+def check_tensors(header: GGUFHeader, model: PreTrainedModel) -> None:
     """Raise ModelError for tensors of the file that transformers does not read into the model; its data is not used."""
     kind = TENSOR_PROCESSORS.get(str(header.values["general.architecture"]), TensorProcessor)
     taken = get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
@@ -110,12 +110,12 @@ def check_tensors(header: Header, model: PreTrainedModel) -> None:
     check_none_unread(header, unread)
 
 
-def check_none_unread(header: Header, names: Iterable[str]) -> None:
+def check_none_unread(header: GGUFHeader, names: Iterable[str]) -> None:
     """Raise ModelError if there are names of tensors that are not read."""
     _refuse(header.path, "holds tensors that are not read", names)
 
 
-def check_none_missing(header: Header, names: Iterable[str]) -> None:
+def check_none_missing(header: GGUFHeader, names: Iterable[str]) -> None:
     """Raise ModelError if there are names of tensors of the model that the file lacks."""
     _refuse(header.path, "lacks tensors of the model", names)
 

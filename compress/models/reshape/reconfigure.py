@@ -67,9 +67,9 @@ def sketch(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel 
     try:
         with torch.device("meta"):
             found = call_foreign(type(model)._from_config, copy.deepcopy(config))
-        call_foreign(open_experts, found)
     except CannotRun:
         return None
+    open_experts(found)
     return found
 
 

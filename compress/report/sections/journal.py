@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import JournalEntry, RunResult
+from compress.evaluate.result import RunResult
+from compress.passes.contract.journal import JournalEntry
 from compress.report.page.blocks import JournalItem, PageBlock, Prose
 from compress.report.sections.base import Section
 

@@ -24,7 +24,7 @@ from compress.checkpoint.exact import ExactCodec, restore_exact
 from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.checkpoint.sources.stored import INDEX
 from compress.checkpoint.writer import OUTSIDE, CheckpointWriter, write_probe
-from compress.errors import CannotRun, OutputError, call_foreign
+from compress.errors import OutputError
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
@@ -160,10 +160,15 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
 
 
 def _read(path: Path, folder: Path) -> Manifest | None:
+    """Return the manifest in a file; None if it is damaged or of another version, and so of another run."""
     try:
-        return call_foreign(_from_json, json.loads(path.read_text()), folder)
-    except (OSError, ValueError, CannotRun):
-        return None  # written by another version, or damaged: not this run
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        return _from_json(values, folder)
+    except (KeyError, TypeError, AttributeError):
+        return None
 
 
 def _from_json(values: Any, folder: Path) -> Manifest:

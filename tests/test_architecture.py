@@ -792,6 +792,31 @@ def test_no_architecture_is_named():
     holds(named, "structure is found, not known")
 
 
+REFERENCE = re.compile(r"`((?:compress\.)?[a-z_]+(?:\.[a-z_]+)+)\b")
+
+
+def missing_modules(text: str) -> list[str]:
+    """Names in backticks that begin with a folder of the package, but name no module."""
+    found = []
+    for name in REFERENCE.findall(text):
+        parts = name.removeprefix(f"{PACKAGE}.").split(".")
+        if parts[-1] in ("md", "html", "json", "py"):
+            continue
+        least = 1 if name.startswith(f"{PACKAGE}.") else 2
+        heads = [".".join([PACKAGE, *parts[:n]]) for n in range(len(parts), least - 1, -1)]
+        if (ROOT / PACKAGE / parts[0]).is_dir() and not any(head in FILES for head in heads):
+            found.append(name)
+    return found
+
+
+def test_modules_in_the_documentation_exist():
+    texts = {module: path.read_text(encoding="utf-8") for module, path in FILES.items()}
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
+    texts |= {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages}
+    del texts["CHANGELOG.md"]
+    holds(lambda name: missing_modules(texts[name]), "name the module where it is now", texts)
+
+
 FOUND_BY_FILE = {"AWQ", "GPTQ", "KVCache"}
 """Classes of several folders that are found by the name of their file: a pass, and a format or an evaluator."""
 
@@ -968,6 +993,11 @@ def test_no_exception_has_outlived_its_reason():
 )
 def test_every_rule_finds_what_breaks_it(rule, text):
     assert rule(ast.parse(text))
+
+
+def test_modules_that_are_gone_are_found():
+    text = "as in `layers.gone.of_it`, not `layers.linear.shape_of` or `weights.bring`"
+    assert missing_modules(text) == ["layers.gone.of_it"]
 
 
 def test_vague_names_are_counted():

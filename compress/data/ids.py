@@ -306,8 +306,8 @@ def model_sample(
     """Return the token ids of a text for a model, and its use; count and length None: all that a .npy file holds.
 
     For an encoder or a classifier, each window is placed between the special tokens that its tokenizer adds to a text;
-    they count in `length`. For an encoder with a decoder, so is each half of a window (`model.inputs`). For other
-    models, each sequence begins with the tokens that the tokenizer adds before a text (`opening_tokens`). Every
+    they count in `length`. For an encoder with a decoder, so is each half of a window (`models.kinds.inputs`). For
+    other models, each sequence begins with the tokens that the tokenizer adds before a text (`opening_tokens`). Every
     sequence is full, so that none needs padding. The ids of a .npy file are not changed. A model that hears recordings
     gets those of `data.recorded`.
 

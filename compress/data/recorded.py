@@ -41,7 +41,12 @@ PREFIX = ("language", "task")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Recordings of a source. ids: their rows (`model.recordings`). of: the number of all recordings of the source."""
+    """Recordings of a source.
+
+    Attributes:
+        ids: their rows (`models.kinds.recordings`).
+        of: number of all recordings of the source.
+    """
 
     ids: Rows
     of: int

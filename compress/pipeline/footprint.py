@@ -1,8 +1,8 @@
 """Estimate the peak memory of a run: the memory of each pass, and of the pipeline.
 
-Only tensors are counted. Weights that are views of a mapped file are not counted (`model.open.resident`), because the
-operating system can free their pages. One block is in memory at a time, unless a pass over the whole model, or several
-sweeps, need all blocks. The estimate computes nothing and reads no weights.
+Only tensors are counted. Weights that are views of a mapped file are not counted (`checkpoint.sources.resident`),
+because the operating system can free their pages. One block is in memory at a time, unless a pass over the whole model,
+or several sweeps, need all blocks. The estimate computes nothing and reads no weights.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ WALKS = {
     "trellis2-hyb": ("hyb", 2),
     "trellis1.5-hyb": ("hyb", 1.5),
 }
-"""Random walks through a trellis of 2^12 states: the code of their values, and bits per weight."""
+"""Random paths through a trellis of 2^12 states: the code of their values, and bits per weight."""
 
 
 def books_of(rows: int, width: int, grid: str) -> WeightPart:

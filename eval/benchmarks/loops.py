@@ -3,7 +3,7 @@
     python eval/benchmarks/loops.py [--threads 1] [--rounds 5] [--shape 576x576 1536x576 576x1536] [--code 3inst 2]
 
 One row of a Markdown table per loop and shape: the medians, and how often C++ is faster. A sweep includes the products
-between its parts, and so does the refinement; the search of walks is tail-biting, of 64 tiles of 256 weights.
+between its parts, and so does the refinement; the search of paths is tail-biting, of 64 tiles of 256 weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="out x in")
-    parser.add_argument("--code", nargs=2, metavar=("CODE", "BITS"), help="of the walks; default: all of TRELLISES")
+    parser.add_argument("--code", nargs=2, metavar=("CODE", "BITS"), help="of the trellis; default: all of TRELLISES")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def main() -> None:
         for name, compute in of_columns(rows, width).items():
             show(name, f"{rows} x {width}", compute, given.rounds)
     for code, bits in [(given.code[0], float(given.code[1]))] if given.code else TRELLISES:
-        for name, compute in of_walks(code, bits).items():
+        for name, compute in of_trellis(code, bits).items():
             show(f"{name}, {code}", f"{bits} bits", compute, given.rounds)
 
 
@@ -69,14 +69,14 @@ def of_columns(rows: int, width: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def of_walks(code: str, bits: float) -> dict[str, Callable[[], object]]:
-    """The search of walks with 2^12 states, and their values."""
+def of_trellis(code: str, bits: float) -> dict[str, Callable[[], object]]:
+    """The search of paths with 2^12 states, and their values."""
     values = values_of(code, 12, torch.randn(512, 2) if code == "hyb" else None)  # type: ignore[arg-type]
     trellis = Trellis(12, bits, values.shape[1])
     sequences, search = torch.randn(64, 256), Viterbi(values, trellis)
     codes = pack(search.tail_biting(sequences), trellis).repeat(50, 1)
     return {
-        "search of walks": lambda: search.tail_biting(sequences),
+        "search of paths": lambda: search.tail_biting(sequences),
         "values of 3200 tiles": lambda: decode(codes, values, trellis),
     }
 

@@ -1,4 +1,4 @@
-"""Kernels of walks through a trellis, also of rotated rows, against the dense weight."""
+"""Kernels of paths through a trellis, also of rotated rows, against the dense weight."""
 
 import math
 

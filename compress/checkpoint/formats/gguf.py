@@ -4,7 +4,7 @@
     <m>.weight_blocks   uint8 [O, bytes of a row]: the name of codes in the shards of an unfinished run, and when
                         `compress.load` reads the file
 
-Codes are stored as they are if a block type holds their grid, with groups of its size (`formats.blocks`):
+Codes are stored as they are if a block type holds their grid, with groups of its size (`checkpoint.blocks`):
 
     int4, int4_signed in groups of 32    Q4_0        uint2_k   Q2_K
     uint4 in groups of 32                Q4_1        int3_k    Q3_K

@@ -1,8 +1,8 @@
 """The format `native`: the tensors of all parts and transforms of a layer, under the names of their schemes.
 
     <m>.weight_<name>      the first part: weight_packed, weight_scale, weight_scale_shared, weight_zero_point and
-                           weight_g_idx of codes (`weights.codes`); weight_kept with weight_values or the tensors of
-                           codes, of kept weights alone (`weights.sparse`); weight of a dense part
+                           weight_g_idx of codes (`layers.parts.codes`); weight_kept with weight_values or the tensors
+                           of codes, of packed sparse weights (`layers.parts.sparse`); weight of a dense part
     <m>.<kind>_<name>      further parts, such as low_rank_a; the second one of the same kind is <kind>_2_<name>
     <m>.input_<name>       transforms: input_permutation, input_channel_scale; input_scale, input_outliers,
                            input_zero_point, input_g_idx of rounding

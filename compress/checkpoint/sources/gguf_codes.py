@@ -2,7 +2,7 @@
 
 The folder of the checkpoint is in the user's cache: the file itself (a hard link where the system allows it), its
 configuration and tokenizer as transformers reads them from its header, and the names of its tensors (`SIDECAR`). No
-weight is read. A file whose codes cannot stay codes is converted to dense weights instead (`model.open.gguf`).
+weight is read. A file whose codes cannot stay codes is converted to dense weights instead (`checkpoint.sources.gguf`).
 """
 
 from __future__ import annotations

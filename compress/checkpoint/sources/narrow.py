@@ -1,7 +1,7 @@
 """The 16-bit dtype that holds the weights of a model, for models that do not need float32.
 
-Weights that are stored in 16 bits have that dtype. A .gguf file is converted to float32 (`model.open.gguf`); if its
-matrices had fewer bits, the conversion measures what float16 and bfloat16 lose and records the better one.
+Weights that are stored in 16 bits have that dtype. A .gguf file is converted to float32 (`checkpoint.sources.gguf`); if
+its matrices had fewer bits, the conversion measures what float16 and bfloat16 lose and records the better one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Open any model as the input of a run: dense or sparse models, and compressed checkpoints.
 
 The compressed linears of a checkpoint come back with their codes, scales, masks and transforms, one block at a time. A
-dense checkpoint stores no masks; there the zeros of a linear are its mask (`model.open.masks`).
+dense checkpoint stores no masks; there the zeros of a linear are its mask (`checkpoint.sources.masks`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The inputs of a model for rows of integers: token ids, a source text and its target text, or a recording and its
-transcript (`model.recordings`).
+transcript (`models.kinds.recordings`).
 
 A row of a model with an encoder and a decoder holds two texts of equal length, the source first. The encoder reads the
 source. The decoder reads the target shifted to the right by its start token, as in training (teacher forcing). Where

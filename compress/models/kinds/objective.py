@@ -151,7 +151,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True)
 class TargetTokens:
-    """Predict each token of a target from its source and from the tokens of the target before it (`model.inputs`)."""
+    """Predict each token of a target from its source and from the tokens of the target before it (`kinds.inputs`)."""
 
     of: ClassVar[str] = "target tokens"
     learns: ClassVar[bool] = True
@@ -171,7 +171,7 @@ class TargetTokens:
 
 @dataclass(frozen=True)
 class TranscriptTokens:
-    """Predict each token of a transcript from its recording and from the tokens before it (`model.recordings`).
+    """Predict each token of a transcript from its recording and from the tokens before it (`models.kinds.recordings`).
 
     The rows of a batch may have transcripts of several lengths. Then all logits and targets, one row after the other,
     count as those of one sequence, so that no place is padding.

@@ -209,7 +209,7 @@ def descend(
         rule: rule(step, target) returns the new values of the column of this step. The target has the least error given
             all other columns.
         rule_of_part: rule_of_part(steps, slope, old, matrix, pivots) does the same for consecutive steps, as
-            `native.descend`; it returns None if they must be taken one by one.
+            `native.columns.descend`; it returns None if they must be taken one by one.
 
     Returns:
         The new q.

@@ -1,4 +1,4 @@
-"""QTIP: weights rotated by Hadamard matrices, and tiles of them as walks through a trellis (Tseng 2024)."""
+"""QTIP: weights rotated by Hadamard matrices, and tiles of them as paths through a trellis (Tseng 2024)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compress.passes.families.rotated import GaussianCode, RotatedPass
 
 
 class QTIP(RotatedPass):
-    """Rotate weights and inputs by randomized Hadamard matrices, and store tiles of weights as walks through a trellis.
+    """Rotate weights and inputs by randomized Hadamard matrices, and store tiles of weights as paths through a trellis.
 
     The rotated weight is nearly Gaussian. A tile of 256 weights is a sequence, and each weight is the value of a state
     of `states` bits; every step shifts `bits` new bits into the state, so a tile is one string of 512 bits at 2 bits

@@ -57,7 +57,8 @@ class Saving(HfQuantizer):
                 f"save_pretrained: {reason}, which transformers cannot store; "
                 "use compress.save(model, folder), or format='dense' there for dequantized weights"
             )
-        state_masks(model.config, masks_as_zeros(model))
+        if isinstance(model, PreTrainedModel):
+            state_masks(model.config, masks_as_zeros(model))
         return model_tensors(model, Native()), {}
 
     @property

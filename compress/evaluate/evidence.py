@@ -58,7 +58,7 @@ class PassRecords:
     """Records of the passes of a run.
 
     Attributes:
-        layers: The fields of `LayerRow`, in the order of the model.
+        layers: The fields of `LayerResult`, in the order of the model.
         training: The fields of `TrainingRecord` by the label of the pass.
     """
 

@@ -20,9 +20,9 @@ from compress.evaluate.agreement import TextAgreement
 from compress.evaluate.base import Record
 from compress.evaluate.perplexity import TextQuality
 from compress.evaluate.tasks import TaskScore
-from compress.numerics.histogram import LayerHistograms
 from compress.passes.contract.context import PhaseCost
 from compress.passes.contract.journal import JournalEntry
+from compress.passes.contract.layers import LayerResult
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.sensitivities import Sensitivities
 
@@ -96,28 +96,6 @@ class Sizes(Record):
     compressed_weights: int
     compressed_bytes: int
     bits_per_weight: float
-
-
-class LayerRow(Record):
-    """The result of one pass on one layer.
-
-    Attributes:
-        layer: Its name.
-        by: Label of the pass.
-        error: ||(W' - W) X|| / ||W X|| on sampled inputs; None if no token reached the layer.
-        sparsity: Fraction of zeros after the pass.
-        asked: Of a pruning pass, the requested sparsity of the layer.
-        due: Of a pruning pass, the sparsity in whole units of the pattern.
-        histograms: Weights and inputs before and after the pass, for the layers of each block with the largest errors.
-    """
-
-    layer: str
-    by: str
-    error: float | None
-    sparsity: float
-    asked: float | None = None
-    due: float | None = None
-    histograms: LayerHistograms | None = None
 
 
 class DiskReading(Record):
@@ -251,7 +229,7 @@ class RunResult(Measurements):
     compress: str
     model: ModelIdentity
     size: Sizes
-    layers: list[LayerRow]
+    layers: list[LayerResult]
     costs: dict[str, PhaseCost]
     training: dict[str, TrainingRecord]
     predicted: Predicted

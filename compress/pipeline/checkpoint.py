@@ -30,6 +30,7 @@ from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import PhaseCost, Run
 from compress.passes.contract.journal import JournalEntry
+from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.passes import Step
 from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
@@ -49,7 +50,6 @@ from compress.pipeline.provenance import changed_code
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.restore import restore_block
 from compress.pipeline.snapshot import Snapshot, read_snapshot
-from compress.sweep.install import LayerResult
 from compress.sweep.quantized_embeddings import embeddings_of, quantize_embeddings
 
 SEGMENTS = "segments"

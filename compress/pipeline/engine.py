@@ -20,10 +20,11 @@ from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
 from compress.models.structure.blocks import Block, find_blocks
 from compress.passes.contract.context import Run
+from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.passes import ModelPass, Step
 from compress.passes.contract.processes import ALONE
 from compress.pipeline.resolve import update_targets
-from compress.sweep.install import LayerResult, absorb_transforms, round_to_storage
+from compress.sweep.install import absorb_transforms, round_to_storage
 from compress.sweep.sweep import Sweep
 
 

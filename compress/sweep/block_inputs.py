@@ -16,14 +16,14 @@ from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, replace_linear
 from compress.models.structure.links import Group, Link, block_signature, find_links
 from compress.models.structure.permutations import Permutation, find_permutations
-from compress.passes.contract.layers import Layer, Solution
+from compress.passes.contract.layers import Layer, LayerResult, Solution
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.passes import BlockPass
 from compress.passes.contract.processes import Processes
 from compress.passes.contract.samples import Sample
 from compress.sweep.capture import Call, read_held
 from compress.sweep.context import BlockContext
-from compress.sweep.install import LayerResult, group_by_transforms, install
+from compress.sweep.install import group_by_transforms, install
 from compress.sweep.store import ActivationStore
 
 

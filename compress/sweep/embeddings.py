@@ -20,12 +20,12 @@ from compress.models.structure.ends import End, find_ends, replace_end
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Log
-from compress.passes.contract.layers import Layer
+from compress.passes.contract.layers import Layer, LayerResult
 from compress.passes.contract.observers import Nothing, without_data
 from compress.passes.contract.passes import LayerPass, Step
 from compress.passes.contract.samples import Sample
 from compress.sweep.capture import ModelShell
-from compress.sweep.install import LayerResult, install
+from compress.sweep.install import install
 
 
 @dataclass(frozen=True)

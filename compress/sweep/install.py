@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 from zlib import crc32
 
@@ -23,7 +23,7 @@ from compress.numerics.histogram import LayerHistograms, histogram
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Log, RequiredSparsity
-from compress.passes.contract.layers import Solution
+from compress.passes.contract.layers import LayerResult, Solution
 from compress.passes.contract.processes import Processes
 
 WORST = 2  # layers of a block and pass whose histograms are stored
@@ -59,30 +59,6 @@ class LayerContext(Protocol):
     def logger(self, place: str) -> Log:
         """Return log(kind, message, **figures), which writes to the journal."""
         ...
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """The effect of one pass on one layer.
-
-    Attributes:
-        layer: full name of the layer.
-        by: label of the pass.
-        error: ||(W' - W) X|| / ||W X|| on sampled inputs; None if no token reached the layer.
-        sparsity: fraction of zeros after the pass.
-        asked: requested sparsity; only for a pruning pass.
-        due: requested sparsity in whole units of the pattern; only for a pruning pass.
-        histograms: histograms of the weights and inputs before and after the pass; `keep_worst_histograms` removes
-            most.
-    """
-
-    layer: str
-    by: str
-    error: float | None
-    sparsity: float
-    asked: float | None = None
-    due: float | None = None
-    histograms: LayerHistograms | None = None
 
 
 def keep_worst_histograms(results: Sequence[LayerResult]) -> list[LayerResult]:

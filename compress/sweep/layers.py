@@ -10,13 +10,13 @@ from torch import Tensor
 from compress.layers.linear import replace_linear
 from compress.models.experts import ROUTED, in_experts, unroute
 from compress.passes.contract.journal import JournalEntry
-from compress.passes.contract.layers import Layer, Solution
+from compress.passes.contract.layers import Layer, LayerResult, Solution
 from compress.passes.contract.observers import CrossGram, Gram, Nothing, Observer, without_data
 from compress.passes.contract.passes import LayerPass
 from compress.passes.contract.processes import divided
 from compress.passes.contract.samples import Sample
 from compress.sweep.context import BlockContext
-from compress.sweep.install import LayerResult, group_by_transforms, install, put
+from compress.sweep.install import group_by_transforms, install, put
 from compress.sweep.lockstep import lockstep, run_in_turn
 from compress.sweep.reference import ReferenceBlock, twin
 from compress.sweep.store import ActivationStore

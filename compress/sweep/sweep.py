@@ -20,6 +20,7 @@ from compress.checkpoint.sources.opening import OpenModel
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
+from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.memory import STORE_BYTES
 from compress.passes.contract.passes import BlockPass, LayerPass
 from compress.sweep.block_inputs import SweepInputs
@@ -27,7 +28,6 @@ from compress.sweep.capture import ModelShell, check_hidden
 from compress.sweep.context import BlockContext, SweepState, capture_inputs
 from compress.sweep.embeddings import EmbeddingWork
 from compress.sweep.install import (
-    LayerResult,
     absorb_transforms,
     check_equal_in_processes,
     keep_worst_histograms,

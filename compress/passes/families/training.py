@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -169,20 +169,30 @@ class TrainingPass(TrainingOptions, ModelPass):
     def _lm_objective(self, run: Run) -> LMObjective:
         return self.adapt_objective(run.lm_objective, run.label or self.key())
 
+    def parametrization_of_layers(
+        self, model: nn.Module, run: Run
+    ) -> Callable[[str, CompressedLinear], Parametrization]:
+        """Return the function that parametrizes a layer, by its full name."""
+        return self.parametrize
+
     @contextmanager
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
         """Prepare the model for training and restore it at the end. Raises TargetError."""
-        label = run.label or self.key()
-        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, self.parametrize) as student:
-            if student.untrained_layers:
-                run.journal.add(
-                    "fallback",
-                    label,
-                    UNTRAINED_SCALES,
-                    layers=len(student.untrained_layers),
-                    first=student.untrained_layers[0],
-                )
+        label, parametrize = run.label or self.key(), self.parametrization_of_layers(model, run)
+        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
+            self.note_untrained(student, run, label)
             yield student
+
+    def note_untrained(self, student: Student, run: Run, label: str) -> None:
+        """Journal the layers of which a part is not trained though the options ask for it."""
+        if student.untrained_layers:
+            run.journal.add(
+                "fallback",
+                label,
+                UNTRAINED_SCALES,
+                layers=len(student.untrained_layers),
+                first=student.untrained_layers[0],
+            )
 
     @contextmanager
     def objective(self, run: Run) -> Iterator[LanguageLoss]:
@@ -239,27 +249,19 @@ class SparseTrainingPass(Pruning, TrainingPass):
     def score(self, weight: Float[Tensor, "out in"], statistics: Any) -> Float[Tensor, "out in"]:
         return weight.abs()
 
-    @contextmanager
-    def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
+    def parametrization_of_layers(
+        self, model: nn.Module, run: Run
+    ) -> Callable[[str, CompressedLinear], Parametrization]:
         """As of all training passes; an allocation, found before the training, gives each layer its own sparsity."""
-        sparsity_of, label = self.allocated(model, run), run.label or self.key()
+        sparsity_of = self.allocated(model, run)
+        if not sparsity_of:
+            return self.parametrize
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
-            own_step = (
-                self.model_copy(update={"sparsity": sparsity_of[name], "allocate": Uniform()}) if sparsity_of else self
-            )
+            own_step = self.model_copy(update={"sparsity": sparsity_of[name], "allocate": Uniform()})
             return own_step.parametrize(name, layer)
 
-        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
-            if student.untrained_layers:
-                run.journal.add(
-                    "fallback",
-                    label,
-                    UNTRAINED_SCALES,
-                    layers=len(student.untrained_layers),
-                    first=student.untrained_layers[0],
-                )
-            yield student
+        return parametrize
 
     def allocated(self, model: nn.Module, run: Run) -> Mapping[str, float]:
         """Return the sparsity of each layer, by full name; empty if all have that of the pass."""

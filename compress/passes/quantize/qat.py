@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +24,7 @@ from compress.sweep.install import adapt
 from compress.sweep.survey import survey_model
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
-from compress.train.student import Student, trainable
+from compress.train.student import Student
 
 
 class QAT(Quantizing, TrainingPass):
@@ -82,17 +80,14 @@ class QAT(Quantizing, TrainingPass):
             if isinstance(layer, CompressedLinear) and works_on(self, name):
                 adapt(layer, run, dtype, f"{run.label or self.key()}: {name}")
 
-    @contextmanager
-    def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
-        label = run.label or self.key()
-
+    def parametrization_of_layers(
+        self, model: nn.Module, run: Run
+    ) -> Callable[[str, CompressedLinear], Parametrization]:
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
             own_step = self.for_layer(name) or self
             return self._fake(layer, own_step, run.scale_dtype, own_step.tries_signs and run.format.negative_scales)
 
-        with trainable(model, self.kinds, partial(works_on, self), run.storage, label, parametrize) as student:
-            self._note(student, run, label)
-            yield student
+        return parametrize
 
     def _fake(self, layer: CompressedLinear, own_step: QAT, storage: torch.dtype, signed: bool) -> Parametrization:
         """Return the parametrization of a layer's weight.
@@ -110,7 +105,7 @@ class QAT(Quantizing, TrainingPass):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())
         return FakeQuantized(rounding, layer.mask)
 
-    def _note(self, student: Student, run: Run, label: str) -> None:
+    def note_untrained(self, student: Student, run: Run, label: str) -> None:
         """Journal the layers whose scales cannot be learned."""
         names = [n for n, trained in student.layers.items() if type(trained.parametrization) is FakeQuantized]
         if names and (self.train is None or "scales" in self.train):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import LayerRow, RunResult
+from compress.evaluate.result import RunResult
+from compress.passes.contract.layers import LayerResult
 from compress.report.charts import ChartGrid, HistogramChart
 from compress.report.page.blocks import Heading, PageBlock, Prose
 from compress.report.page.numbers import number
@@ -35,7 +36,7 @@ class HistogramsSection(Section):
         return [Prose(TEXT), *blocks] if blocks else []
 
 
-def _of_layer(row: LayerRow) -> list[PageBlock]:
+def _of_layer(row: LayerResult) -> list[PageBlock]:
     """The charts of a layer below its name."""
     assert row.histograms is not None and row.error is not None
     histograms = (

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import LayerRow, RunResult
+from compress.evaluate.result import RunResult
+from compress.passes.contract.layers import LayerResult
 from compress.report.charts import HeatMap
 from compress.report.depth import by_kind, heat_map, kind_and_depth
 from compress.report.page.blocks import Details, PageBlock, Prose, TextTable
@@ -54,7 +55,7 @@ def along_depth(result: RunResult) -> Iterator[HeatMap]:
 
 def by_pass(result: RunResult) -> list[tuple[str, str, str, str, str]]:
     """List rows (pass, layers, mean and largest relative error of layer outputs, fraction of zeros)."""
-    groups: dict[str, list[LayerRow]] = defaultdict(list)
+    groups: dict[str, list[LayerResult]] = defaultdict(list)
     for row in result.layers:
         groups[row.by].append(row)
     rows = []

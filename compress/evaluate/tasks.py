@@ -12,7 +12,7 @@ from compress.evaluate.base import EvaluationContext, Evaluator, Record, Summary
 from compress.evaluate.harness.adapter import harness_model
 from compress.evaluate.harness.tasks import TaskError, load_tasks, run_task, task_manager
 from compress.models.kinds.kinds import answers_tasks, described
-from compress.numerics.statistics import difference_interval, flips, mcnemar, mean
+from compress.numerics.statistics import difference_interval, flips, holm, mcnemar, mean, student_95
 
 
 class Metric(Record):
@@ -226,9 +226,17 @@ def pairing(base: Sequence[float] | None, compressed: Sequence[float] | None) ->
         p = mcnemar(counted.gained, counted.lost)
         answers = {"gained": counted.gained, "lost": counted.lost, "p": p}
         return Pairing(difference=change.value, stderr=change.stderr, low=low, high=high, **answers)
-    spread = None if change.stderr is None else 1.96 * change.stderr
+    spread = None if change.stderr is None else student_95(len(base)) * change.stderr
     low, high = (None, None) if spread is None else (change.value - spread, change.value + spread)
     return Pairing(difference=change.value, stderr=change.stderr, low=low, high=high)
+
+
+def adjusted_p_values(rows: Sequence[TaskComparison]) -> dict[tuple[str, str], float]:
+    """Return the p-value of each paired metric that has one, by (task, metric), adjusted for their number (Holm)."""
+    p_values = {
+        (row.task, row.metric): row.paired.p for row in rows if row.paired is not None and row.paired.p is not None
+    }
+    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
 
 def change_of(row: TaskComparison) -> str:

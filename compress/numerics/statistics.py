@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 NORMAL_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 JACKKNIFE_GROUPS = 50
@@ -36,6 +37,28 @@ class Flips(NamedTuple):
     gained: int
     lost: int
     same: int
+
+
+def student_95(count: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution for the mean of `count` values: half of a 95% interval.
+
+    Args:
+        count: number of values, 2 or more; the distribution has count - 1 degrees of freedom.
+    """
+    return float(stdtrit(count - 1, 0.975))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust the p-values of several tests, so that the chance of any false positive stays that of one test.
+
+    Holm 1979 (Scandinavian Journal of Statistics 6): the i-th smallest of m values is multiplied by m - i + 1; adjusted
+    values do not decrease.
+    """
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for position, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        largest = max(largest, min(1.0, p_values[index] * (len(p_values) - position)))
+        adjusted[index] = largest
+    return adjusted
 
 
 def mean(values: Sequence[float]) -> Estimate:

@@ -36,6 +36,7 @@ class Variant(Record):
         kl_stderr: Its standard error.
         agreement: Fraction of positions with the most likely token of the base.
         tasks: Mean over tasks of the accuracy difference.
+        verdict: What the measurements on the text show.
     """
 
     source: str
@@ -49,6 +50,7 @@ class Variant(Record):
     kl_stderr: float | None = None
     agreement: float | None = None
     tasks: float | None = None
+    verdict: str | None = None
 
     @property
     def smaller(self) -> float:
@@ -81,10 +83,10 @@ def variant_of(source: str, size_bytes: int, base_bytes: int, measured: Measurem
             kl=None if kl is None else kl.value,
             kl_stderr=None if kl is None else kl.stderr,
         )
-    if not measured.texts or measured.texts[0].difference is None:
+    text = next(iter(measured.texts), None)
+    if text is None or text.difference is None:
         return None
-    text = measured.texts[0]
-    difference, divergence = measured.texts[0].difference, text.divergence
+    difference, divergence = text.difference, text.divergence
     return Variant(
         **sizes,
         text=_described(text.text, text.windows, text.length, text.sha256),
@@ -94,6 +96,7 @@ def variant_of(source: str, size_bytes: int, base_bytes: int, measured: Measurem
         kl_stderr=None if divergence is None else divergence.stderr,
         agreement=None if divergence is None else divergence.agreement,
         tasks=_mean_of_tasks(measured.evaluations.get("tasks")),
+        verdict=of_loss(text, difference),
     )
 
 
@@ -192,11 +195,9 @@ def head(variants: Sequence[Variant]) -> tuple[str, ...]:
 
 
 def verdict(variant: Variant) -> str:
-    """Describe a variant in words: its size, its loss, and whether the loss is more than chance."""
-    if variant.measure != LOSS:
-        distance = plus_minus(variant.loss, variant.loss_stderr, ".4f")
-        return f"{variant.smaller:.2f}x smaller; {variant.measure} {distance}"
-    return of_loss(variant.smaller, variant.loss, variant.loss_stderr)
+    """Describe a variant in words: its size, and what the measurements of its quality show."""
+    distance = f"{variant.measure} {plus_minus(variant.loss, variant.loss_stderr, '.4f')}"
+    return f"{variant.smaller:.2f}x smaller; {variant.verdict or distance}"
 
 
 def chart(variants: Sequence[Variant], title: str) -> ScatterChart:

@@ -1,39 +1,33 @@
-"""The verdict in words: how much smaller a model is, and whether its loss is more than chance."""
+"""The verdict in words: how much smaller a model is, and what the measurements of its quality show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
-from compress.evaluate.perplexity import Difference
+from compress.evaluate.perplexity import Difference, TextQuality
 from compress.evaluate.result import Measurements, RunResult
 from compress.evaluate.speed import SpeedResult
+from compress.evaluate.tasks import TasksResult, adjusted_p_values
+from compress.evaluate.verdict import OUTCOMES, Verdict, verdict_of
 from compress.report.page.numbers import with_error
 
-DECIDED = 2  # standard errors from which a difference counts as decided
-SIGNIFICANT = 0.05  # p-value below which the flips of a task count as more than chance
+SIGNIFICANT = 0.05
+"""p-value, adjusted for the number of metrics, below which the flips of a task count as a difference."""
 
 
-def of_loss(smaller: float, loss: float, stderr: float | None) -> str:
-    """Describe a size ratio and a paired loss difference.
-
-    Args:
-        smaller: Size of the base model relative to the variant.
-        loss: Loss difference in nats per token.
-        stderr: Its standard error; None if it is unknown.
-    """
-    size = f"{smaller:.2f}x smaller"
-    if stderr is None:
-        return f"{size}; loss {loss:+.4f} nats, of unknown error: measure more than one window"
-    change = f"{loss:+.4f} ± {stderr:.4f}"
-    worse = "worse" if loss > 0 else "better"
-    chance = not decided(Difference(loss=loss, stderr=stderr))
-    return f"{size}; loss {change} nats: " + ("no decided difference" if chance else f"{worse}, not by chance")
+def of_loss(text: TextQuality, change: Difference) -> str:
+    """Describe the loss difference on a text and the verdict, as 'loss +0.0402 ± 0.0031 nats per token: worse'."""
+    error = "of unknown error" if change.stderr is None else f"± {change.stderr:.4f}"
+    loss = f"loss {change.loss:+.4f} {error} nats per token"
+    return f"{loss}: {outcome_with_reason(compared_verdict(text))}"
 
 
-def decided(difference: Difference) -> bool:
-    """Return whether a difference is more than chance."""
-    return difference.stderr is not None and abs(difference.loss) > DECIDED * difference.stderr
+def outcome_with_reason(verdict: Verdict) -> str:
+    """Return the outcome and, if there is one, its reason in brackets."""
+    names = {"different": "different predictions"}
+    outcome = names.get(verdict.outcome, verdict.outcome)
+    return f"{outcome} ({verdict.reason})" if verdict.reason else outcome
 
 
 def faster(measured: Measurements) -> float | None:
@@ -53,9 +47,10 @@ def headline(result: RunResult) -> str:
     rate = faster(result)
     if rate is not None:
         parts.append(f"{rate:.2f} times faster" if rate >= 1 else f"{1 / rate:.2f} times slower")
-    differences = [text.difference for text in result.texts if text.difference is not None]
-    if differences:
-        parts.append(in_words(differences[0]))
+    texts = [text for text in result.texts if text.difference is not None]
+    if texts:
+        worst = max(texts, key=lambda text: OUTCOMES.index(compared_verdict(text).outcome))
+        parts.append(in_words(worst) + (f" on {worst.text}" if len(texts) > 1 else ""))
     elif result.agreements:
         parts.append(in_sentences(result.agreements[0])[0])
     else:
@@ -63,27 +58,32 @@ def headline(result: RunResult) -> str:
     return ", ".join(parts) + "."
 
 
-def in_words(difference: Difference) -> str:
-    """Describe a loss difference: its value with its error, and whether it is significant."""
-    if difference.stderr is None:
-        return f"loss {with_error(difference.loss, None, '+')} nats per token, of unknown error (one window)"
-    if not decided(difference):
-        change = with_error(difference.loss, difference.stderr, "+")
-        return f"no significant difference in loss ({change} nats per token)"
-    side = "worse" if difference.loss > 0 else "better"
-    return f"{side} by {with_error(abs(difference.loss), difference.stderr)} nats per token (significant)"
+def compared_verdict(text: TextQuality) -> Verdict:
+    """Return the verdict on a text on which the model was compared with its base."""
+    verdict = verdict_of(text)
+    assert verdict is not None, f"{text.text} has no base"
+    return verdict
+
+
+def in_words(text: TextQuality) -> str:
+    """Describe the verdict on a text, with the loss difference and its standard error."""
+    verdict, change = compared_verdict(text), text.difference
+    assert change is not None
+    if verdict.outcome in ("worse", "better"):
+        return f"{verdict.outcome} by {with_error(abs(change.loss), change.stderr)} nats per token"
+    loss = f"loss {with_error(change.loss, change.stderr, '+')} nats per token"
+    return f"{outcome_with_reason(verdict)}, {loss}"
 
 
 def of_result(result: RunResult) -> list[str]:
     """Return the verdict on a run: sentences for size and loss, for the divergence, and for the tasks."""
     size = f"{result.size.dense_bytes / result.size.checkpoint_bytes:.2f}x smaller"
-    smaller = result.size.dense_bytes / result.size.checkpoint_bytes
     compared = [(text, text.difference) for text in result.texts if text.difference is not None]
     if not compared and result.agreements:
         return _of_agreement(size, result.agreements) + of_tasks(result)
     if not compared:
         return [f"{size}; the quality was not measured (eval: null)"]
-    sentences = [f"{of_loss(smaller, change.loss, change.stderr)} on {text.text}" for text, change in compared]
+    sentences = [f"{size}; {of_loss(text, change)}, on {text.text}" for text, change in compared]
     sentences += [
         f"the most likely token is that of the base model at {text.divergence.agreement:.1%} of the positions of "
         f"{text.text}, KL divergence {text.divergence.mean:.4f} nats"
@@ -112,11 +112,11 @@ def _of_agreement(size: str, texts: Sequence[TextAgreement]) -> list[str]:
 
 def of_tasks(measured: Measurements) -> list[str]:
     """Return a sentence on the tasks, if there are any."""
-    tasks = measured.evaluations.get("tasks")
-    rows = [row for row in tasks.scores if row.paired is not None and row.paired.p is not None] if tasks else []
-    if not rows:
+    tasks: TasksResult | None = measured.evaluations.get("tasks")
+    p_values = {} if tasks is None else adjusted_p_values(tasks.scores)
+    if tasks is None or not p_values:
         return []
-    significant = [row for row in rows if row.paired.p < SIGNIFICANT]
-    names = ", ".join(f"{row.task} {row.metric} ({row.paired.difference:+.3f})" for row in significant)
-    many = f"{len(significant)} of {len(rows)} task metrics differ by more than chance (p < {SIGNIFICANT})"
-    return [many + (f": {names}" if significant else "")]
+    differing = [row for row in tasks.scores if p_values.get((row.task, row.metric), 1.0) < SIGNIFICANT]
+    names = ", ".join(f"{row.task} {row.metric} ({row.compressed - row.base:+.3f})" for row in differing)
+    test = f"McNemar's test with Holm's correction, p < {SIGNIFICANT}"
+    return [f"{len(differing)} of {len(p_values)} task metrics differ ({test})" + (f": {names}" if differing else "")]

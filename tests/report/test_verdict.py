@@ -43,7 +43,7 @@ def test_tasks_in_words(finished):
     tasks = {"scores": [{**row, "paired": paired}, other], "failed": {}, "chat_template": False, "limit": None}
     changed = values(finished) | {"tasks": {**tasks, "seed": 1, "lm_eval": "0"}}
     last = of_result(RunResult.from_json(changed))[-1]
-    assert last == "1 of 2 task metrics differ by more than chance (p < 0.05): piqa acc (-1.000)"
+    assert last == "1 of 2 task metrics differ (McNemar's test with Holm's correction, p < 0.05): piqa acc (-1.000)"
     unmeasured = RunResult.from_json(values(finished) | {"perplexity": None})
     assert "was not measured" in of_result(unmeasured)[0]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.result import RunResult
-from compress.evaluate.tasks import TaskComparison, TasksResult
+from compress.evaluate.tasks import TaskComparison, TasksResult, adjusted_p_values
 from compress.report.charts import Interval, IntervalChart
 from compress.report.page.blocks import Items, PageBlock, Prose, TextTable, Tone
 from compress.report.page.numbers import number, signed, with_error
@@ -29,11 +29,15 @@ class TasksSection(Section):
         tasks: TasksResult | None = result.evaluations.get("tasks")
         if tasks is None:
             return []
-        intervals = [interval(row) for row in tasks.scores if row.paired is not None]
+        p_values = adjusted_p_values(tasks.scores)
+        intervals = [
+            interval(row, p_values.get((row.task, row.metric))) for row in tasks.scores if row.paired is not None
+        ]
         template = "with the chat template" if tasks.chat_template else "without a chat template"
         text = (
             "Difference on the same items, compressed minus base, with its 95% interval. Gained and lost: items that "
-            "only the compressed or only the base model answers right; p: of the exact McNemar test. "
+            "only the compressed or only the base model answers right; p: of the exact McNemar test. Colors: p below "
+            f"{SIGNIFICANT} after Holm's correction for the number of metrics. "
             f"lm-eval {tasks.lm_eval}, {template}."
         )
         failed = [f"{name} failed: {reason}" for name, reason in tasks.failed.items()]
@@ -46,14 +50,19 @@ class TasksSection(Section):
         ]
 
 
-def interval(row: TaskComparison) -> Interval:
-    """Return the paired difference of a metric; its tone says whether it is significant."""
+def interval(row: TaskComparison, p_value: float | None) -> Interval:
+    """Return the paired difference of a metric.
+
+    Args:
+        row: the metric of both models.
+        p_value: of the difference, adjusted for the number of metrics; it decides the tone.
+    """
     paired = row.paired
     assert paired is not None
     counts = "" if paired.p is None else f"{paired.gained} gained, {paired.lost} lost, p = {number(paired.p, 2)}"
     bounds = "" if paired.low is None or paired.high is None else signed(f" [{paired.low:+.3f}, {paired.high:+.3f}]")
     tone: Tone = "plain"
-    if paired.p is not None and paired.p < SIGNIFICANT:
+    if p_value is not None and p_value < SIGNIFICANT:
         tone = "good" if (paired.difference > 0) == row.higher_is_better else "bad"
     name = f"{row.task} {row.metric}"
     return Interval(

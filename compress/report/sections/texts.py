@@ -8,14 +8,14 @@ from typing import ClassVar
 from compress.evaluate.divergence import AtPositions
 from compress.evaluate.perplexity import Difference, Score, TextQuality
 from compress.evaluate.result import RunResult
+from compress.evaluate.verdict import interval as confidence_interval
 from compress.report.charts import Interval, IntervalChart
 from compress.report.page.blocks import Bar, BarGroup, Bars, Heading, PageBlock, Prose, TextTable
 from compress.report.page.numbers import number, with_error
 from compress.report.sections.base import Section
-from compress.report.verdict import decided
+from compress.report.verdict import compared_verdict
 
 HEAD = ("", "before", "after")
-WIDTH = 1.96  # standard errors of half a 95% interval
 
 
 class TextsSection(Section):
@@ -31,7 +31,7 @@ class TextsSection(Section):
         paired = [interval(text, text.difference) for text in result.texts if text.difference is not None]
         blocks: list[PageBlock] = []
         if paired:
-            note = "Difference in loss, compressed minus base, with its 95% interval over windows."
+            note = "Difference in loss, compressed minus base, with its 95% interval over windows (Student's t)."
             chart = IntervalChart("Change of the loss", paired, "loss difference, nats per token", "better", "worse")
             blocks += [Prose(note), chart]
         for text in result.texts:
@@ -45,12 +45,12 @@ class TextsSection(Section):
 
 def interval(text: TextQuality, change: Difference) -> Interval:
     """Return the loss difference on a text."""
-    half = None if change.stderr is None else WIDTH * change.stderr
-    low, high = (None, None) if half is None else (change.loss - half, change.loss + half)
-    tone = "plain" if not decided(change) else "bad" if change.loss > 0 else "good"
-    significance = "" if change.stderr is None else ", significant" if decided(change) else ", not significant"
-    figures = with_error(change.loss, change.stderr, "+") + significance
-    return Interval(text.text, change.loss, low, high, figures, f"{text.windows} windows of {text.length} tokens", tone)
+    bounds = confidence_interval(change.loss, change.stderr, text.windows)
+    low, high = (None, None) if bounds is None else bounds
+    verdict = compared_verdict(text)
+    figures = f"{with_error(change.loss, change.stderr, '+')}, {verdict.outcome}"
+    windows = f"{text.windows} windows of {text.length} tokens"
+    return Interval(text.text, change.loss, low, high, figures, windows, verdict.tone)
 
 
 def rows(text: TextQuality) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ from compress.evaluate.speed import SpeedResult
 from compress.report.page.blocks import Items, KeyFigure, KeyFigures, Lead, PageBlock
 from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error
 from compress.report.sections.base import Section
-from compress.report.verdict import decided, faster, headline, in_sentences, in_words, of_result, of_tasks
+from compress.report.verdict import compared_verdict, faster, headline, in_sentences, in_words, of_result, of_tasks
 
 
 class VerdictSection(Section):
@@ -32,7 +32,7 @@ class VerdictSection(Section):
             figures += [] if text.divergence is None else [_divergence(text.text, text.divergence)]
         for text in result.agreements[:1]:
             figures += [_measure(text.text, name, measure) for name, measure in text.measures.items()][:2]
-        sentences = [f"On {t.text}: {in_words(t.difference)}." for t in result.texts[1:] if t.difference is not None]
+        sentences = [f"On {t.text}: {in_words(t)}." for t in result.texts[1:] if t.difference is not None]
         sentences += [f"On {text.text}: {', '.join(in_sentences(text))}." for text in result.agreements[1:]]
         sentences += [f"{upper_first(sentence)}." for sentence in of_tasks(result)]
         return [Lead(headline(result)), KeyFigures(figures), *([Items(sentences)] if sentences else [])]
@@ -66,9 +66,9 @@ def _loss(text: TextQuality) -> KeyFigure:
         difference = signed(f"{text.compressed.loss - text.base.loss:+.4f}")
         return KeyFigure(difference, f"loss in nats per token, {text.text}", note)
     value, _, error = with_error(change.loss, change.stderr, "+").partition(PLUS_MINUS)
-    note = f"± {error}, {'' if decided(change) else 'not '}significant" if error else "of unknown error"
-    tone = "plain" if not decided(change) else "bad" if change.loss > 0 else "good"
-    return KeyFigure(value, f"loss in nats per token, {text.text}", note, tone)
+    verdict = compared_verdict(text)
+    note = f"± {error}, {verdict.outcome}" if error else f"of unknown error, {verdict.outcome}"
+    return KeyFigure(value, f"loss in nats per token, {text.text}", note, verdict.tone)
 
 
 def _measure(text: str, name: str, measure: Measure) -> KeyFigure:

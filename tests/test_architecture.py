@@ -406,6 +406,28 @@ def environment(tree: ast.AST) -> list[str]:
     return [f"line {node.lineno}" for node in ast.walk(tree) if dotted(node) in names]
 
 
+def unchecked_statuses(tree: ast.AST) -> list[str]:
+    """Calls of the kernel library in an assert, and their results in one: `python -O` removes both."""
+    found = []
+    for _, function in functions(tree):
+        assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and of_library(node.value)]
+        statuses = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assert):
+                inner = list(ast.walk(node))
+                names = {part.id for part in inner if isinstance(part, ast.Name)}
+                found += [f"line {node.lineno}"] if names & statuses or any(map(of_library, inner)) else []
+    return found
+
+
+def of_library(node: ast.AST) -> bool:
+    """Whether a node calls a function of the kernel library, by its name or by a name that is computed."""
+    if not isinstance(node, ast.Call):
+        return False
+    by_name = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("compress_")
+    return by_name or (isinstance(node.func, ast.Call) and dotted(node.func.func) == "getattr")
+
+
 def child_processes(tree: ast.AST) -> list[str]:
     """'function' of every call that starts a process, and modules that start some."""
     modules = {"multiprocessing", "torch.multiprocessing", "concurrent.futures.process", "pty", "asyncio.subprocess"}
@@ -750,6 +772,16 @@ def test_nothing_prints():
 
 def test_nothing_reads_the_environment():
     holds(lambda m: () if m in ENVIRONMENT else environment(tree_of(m)), "only the command line reads the environment")
+
+
+def test_statuses_of_the_library_are_no_assertions():
+    holds(lambda m: unchecked_statuses(tree_of(m)), "check_status raises, also under python -O")
+    for line in (
+        "assert lib.compress_run(x) == 0",
+        "assert getattr(lib, n)(x) == 0",
+        "s = lib.compress_a(x); assert not s",
+    ):
+        assert unchecked_statuses(ast.parse(f"def f(): {line}")) == ["line 1"]
 
 
 def test_one_function_starts_processes():

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from compress.native import gpu_columns
-from compress.native.library import Columns, Groups, library, pointer
+from compress.native.library import Columns, Groups, check_status, library, pointer
 
 MAX_COLUMNS = 256  # columns of a call
 
@@ -110,8 +110,12 @@ def group_sums(
     scale, zero = grid.scale.contiguous(), None if grid.zero is None else grid.zero.contiguous()
     sums = [torch.empty_like(scale) for _ in range(3 if with_sums else 1)]
     rows, groups, size = weight.shape
-    assert importance.shape == (groups, size) and scale.shape == (rows, groups)
-    assert zero is None or zero.shape == scale.shape
+    if (
+        importance.shape != (groups, size)
+        or scale.shape != (rows, groups)
+        or (zero is not None and zero.shape != scale.shape)
+    ):
+        raise ValueError(f"importance or scales do not fit weights [{rows}, {groups}, {size}]")
     if gpu_columns.usable(weight):
         gpu_columns.sum_groups(weight, importance, scale, zero, (grid.lowest, grid.highest), sums)
         return sums
@@ -150,7 +154,11 @@ def _rounded(
     zero, keep, old, pivots = (None if t is None else t.contiguous() for t in (grid.zero, keep, old, pivots))
     count, rows = state.shape
     per_column = (scale, zero) if scale.dim() == 2 else ()
-    assert all(t is None or t.shape == state.shape for t in (keep, old, *per_column)) and matrix.shape == (count, count)
+    if any(t is not None and t.shape != state.shape for t in (keep, old, *per_column)) or matrix.shape != (
+        count,
+        count,
+    ):
+        raise ValueError(f"masks, scales or the matrix do not fit weights {list(state.shape)}")
     codes, values, moves = (torch.empty_like(state) for _ in range(3))
     rounded = RoundedColumns(codes, values, moves, torch.empty_like(state) if with_targets else None)
     if gpu_columns.usable(state):
@@ -188,4 +196,5 @@ def _rounded(
 def _call(name: str, structure: ctypes.Structure) -> None:
     """Call a function of the library with a pointer to a structure."""
     native = library()
-    assert native is not None and getattr(native, name)(ctypes.addressof(structure)) == 0, "sizes do not fit together"
+    assert native is not None
+    check_status(getattr(native, name)(ctypes.addressof(structure)), "sizes do not fit together")

@@ -204,6 +204,23 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def check_status(status: int, refusal: str) -> None:
+    """Raise an error if a function of the library did not compute its result.
+
+    Args:
+        status: what it returned; 0 if it computed the result.
+        refusal: why it refuses arguments, such as "sizes do not fit together".
+
+    Raises:
+        MemoryError: if its buffers do not fit into memory.
+        RuntimeError: if it refused its arguments.
+    """
+    if status == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    if status:
+        raise RuntimeError(f"{refusal} (status {status} of the kernel library)")
+
+
 def instruction_set() -> str:
     """Return the instruction set in use; "none" without kernels."""
     native = library()

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compress.native.library import LANES, OUT_OF_MEMORY, Search, library, pointer
+from compress.native.library import LANES, Search, check_status, library, pointer
 
 
 def can_search(tensor: Tensor, states: int, step_bits: int, length: int) -> bool:
@@ -47,7 +47,8 @@ def search(
     count, length = len(sequences), values.shape[1]
     sequences, by_weight = sequences.contiguous(), values.T.contiguous()
     steps, overlaps = sequences.shape[1] // length, None if overlap is None else overlap.to(torch.int32).contiguous()
-    assert sequences.shape[1] == steps * length and (overlaps is None or overlaps.shape == (count,))
+    if sequences.shape[1] != steps * length or (overlaps is not None and overlaps.shape != (count,)):
+        raise ValueError(f"sequences {list(sequences.shape)} do not have {steps} steps of {length}, or an overlap each")
     paths = torch.empty(count, steps, dtype=torch.int32)
     arguments = Search(
         sequences=pointer(sequences),
@@ -61,10 +62,8 @@ def search(
         step_bits=step_bits,
         threads=torch.get_num_threads(),
     )
-    failed = native.compress_search_walks(ctypes.addressof(arguments))
-    if failed == OUT_OF_MEMORY:
-        raise MemoryError("the costs of a search do not fit into memory")
-    assert not failed, "sizes do not fit together"
+    status = native.compress_search_walks(ctypes.addressof(arguments))
+    check_status(status, "sizes do not fit together")
     return paths.long()
 
 
@@ -79,10 +78,12 @@ def decode(
 ) -> Float[Tensor, "n weights"]:
     """Return the values of the states of tail-biting paths, packed by `trellis.pack`."""
     native, states = library(), len(values).bit_length() - 1
-    assert native is not None and codes.dtype == torch.uint8
+    assert native is not None
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"packed paths are bytes, not {codes.dtype}")
     codes, values, (count, size) = codes.contiguous(), values.contiguous(), codes.shape
     values_of_paths = torch.empty(count, size * 8 // step_bits * values.shape[1])
-    failed = native.compress_decode_walks(
+    status = native.compress_decode_walks(
         pointer(codes),
         pointer(values),
         pointer(values_of_paths),
@@ -93,5 +94,5 @@ def decode(
         values.shape[1],
         torch.get_num_threads(),
     )
-    assert not failed, "sizes do not fit together"
+    check_status(status, "sizes do not fit together")
     return values_of_paths

@@ -144,7 +144,7 @@ def test_codes_are_not_copied():
 def test_the_library_checks_the_sizes_of_a_weight(name, value):
     packed = part_of(20, 8).prepared(KERNEL)
     setattr(packed.weight, name, value)
-    with pytest.raises(AssertionError, match="do not fit together"):
+    with pytest.raises(RuntimeError, match="do not fit together"):
         product(random(1, 64), packed, None)
 
 

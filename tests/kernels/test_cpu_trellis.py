@@ -206,7 +206,7 @@ def test_codes_are_not_copied():
 def test_the_library_checks_the_sizes_of_a_weight(name, value):
     packed = part_of(1, 4, code="hyb").prepared(KERNEL)
     setattr(packed.weight, name, value)
-    with pytest.raises(AssertionError, match="do not fit together"):
+    with pytest.raises(RuntimeError, match="do not fit together"):
         product(random(1, 64), packed, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.native.library import OUT_OF_MEMORY, Attention, available, instruction_set, library, pointer
+from compress.native.library import Attention, available, check_status, instruction_set, library, pointer
 
 MASKS = {torch.bool: 1, torch.float32: 2}  # compress_mask of compress_cpu.h
 
@@ -84,10 +84,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         causal=causal,
         threads=torch.get_num_threads(),
     )
-    failed = native.compress_attend(call)
-    if failed == OUT_OF_MEMORY:
-        raise MemoryError("the buffers of a kernel do not fit into memory")
-    assert not failed, "sizes of queries, keys and values do not fit together"
+    status = native.compress_attend(call)
+    check_status(status, "sizes of queries, keys and values do not fit together")
     return out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.kernels.contract import PartLike, RoundingLike
 from compress.kernels.cpu.packed import UNIT, PackedCodes, narrowed
 from compress.kernels.recording import as_operators
-from compress.native.library import LANES, OUT_OF_MEMORY, available, library, pointer
+from compress.native.library import LANES, available, check_status, library, pointer
 from compress.native.pages import PAGES
 
 HALF = 16  # groups are multiples of so many columns
@@ -166,8 +166,8 @@ def pack(part: Any) -> PackedCodes:
     sizes = codec, rows, width, group
     packed = PackedCodes(words, scale, zero, table, order, None, None, zero_point, *sizes, part.narrow_inputs)
     codes = _unsigned(part)
-    failed = native.compress_pack(packed.address, codes.data_ptr(), words.data_ptr(), torch.get_num_threads())
-    assert not failed, f"codes {rows} x {width} in groups of {group} do not fit the kernel"
+    status = native.compress_pack(packed.address, codes.data_ptr(), words.data_ptr(), torch.get_num_threads())
+    check_status(status, f"codes {rows} x {width} in groups of {group} do not fit the kernel")
     native.compress_release(values.words.data_ptr(), values.words.nbytes)  # a mapped checkpoint is not in memory twice
     return packed
 
@@ -275,7 +275,7 @@ def product(
         bias = bias.to(x.dtype).contiguous()
     static = None if scale is None else scale.float()
     rounded, bits, clip = rounding_of(packed, mode)
-    failed = native.compress_product(
+    status = native.compress_product(
         packed.address,
         dense_rows.data_ptr(),
         y.data_ptr(),
@@ -289,9 +289,7 @@ def product(
         clip,
         torch.get_num_threads(),
     )
-    if failed == OUT_OF_MEMORY:
-        raise MemoryError("the buffers of a kernel do not fit into memory")
-    assert not failed, "sizes of a packed weight do not fit together"
+    check_status(status, "sizes of a packed weight do not fit together")
     if outliers is not None:
         y += (rows[:, outliers] @ packed.columns(outliers).to(x.dtype).T).view_as(y)
     return y
@@ -317,7 +315,7 @@ def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor 
     outputs = [x.new_empty((*x.shape[:-1], weight.rows)) for weight in weights]
     pointers = ctypes.c_void_p * len(weights)
     rounded, bits, clip = rounding_of(weights[0], mode)
-    failed = native.compress_products(
+    status = native.compress_products(
         len(weights),
         pointers(*[w.address for w in weights]),
         x.data_ptr(),
@@ -332,9 +330,7 @@ def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor 
         clip,
         torch.get_num_threads(),
     )
-    if failed == OUT_OF_MEMORY:
-        raise MemoryError("the buffers of a kernel do not fit into memory")
-    assert not failed, "sizes of packed weights do not fit together"
+    check_status(status, "sizes of packed weights do not fit together")
     return outputs
 
 

@@ -104,7 +104,8 @@ def _lattice_codec(part: Any) -> int | None:
 def _pack_lattice(part: Any, codec: int) -> PackedCodes:
     """Share the codes."""
     tensors = part.tensors()
-    assert part.shape[1] % lattice.LENGTH == 0
+    if part.shape[1] % lattice.LENGTH:
+        raise ValueError(f"{part.shape[1]} inputs are no multiple of {lattice.LENGTH}")
     scale = tensors["scale"].float()[:, None] * LATTICE_STEP
     table = lattice_tables(part.scheme.bits)
     return of_bytes(codec, tensors["codes"].contiguous(), table, scale, part.shape, part.narrow_inputs)

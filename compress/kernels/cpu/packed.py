@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress.native.library import LANES, Weight, library, pointer
+from compress.native.library import LANES, Weight, check_status, library, pointer
 
 OUTSIDE = -3  # what compress_check_weight returns for indexes outside of a weight
 UNIT = 32  # columns of a unit; a tile has LANES rows
@@ -134,10 +134,10 @@ class PackedCodes:
         indices, codes = columns.int(), torch.empty(self.rows, len(columns), dtype=torch.uint8)
         native = library()
         assert native is not None
-        failed = native.compress_codes(
+        status = native.compress_codes(
             self.address, indices.data_ptr(), len(indices), codes.data_ptr(), torch.get_num_threads()
         )
-        assert not failed, "columns are outside of a packed weight"
+        check_status(status, "columns are outside of a packed weight")
         zero = self.zero_point if self.zero is None else self._spread(self.zero, columns)
         return (codes - zero) * self._spread(self.scale, columns)
 

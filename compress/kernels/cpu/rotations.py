@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.kernels.cpu.codes import TYPES
 from compress.kernels.recording import as_operators
-from compress.native.library import LANES, OUT_OF_MEMORY, HadamardMatrix, library, pointer
+from compress.native.library import LANES, HadamardMatrix, check_status, library, pointer
 from compress.numerics.hadamard import factors, hadamard
 
 LARGEST = 512  # order of the largest dense factor; torch multiplies larger ones
@@ -105,7 +105,8 @@ def rotate(
     """
     native, hadamard_steps = library(), steps(order, outputs)
     assert native is not None and hadamard_steps is not None
-    assert signs.dtype == torch.int8 and signs.shape == x.shape[-1:] and (bias is None or bias.shape == signs.shape)
+    if signs.dtype != torch.int8 or signs.shape != x.shape[-1:] or (bias is not None and bias.shape != signs.shape):
+        raise ValueError(f"signs or bias do not fit inputs {list(x.shape)}")
     width, rows = x.shape[-1], x
     if not x.is_contiguous():
         rows = x.reshape(-1, width)
@@ -113,7 +114,7 @@ def rotate(
     y = x.new_empty(x.shape, dtype=dtype or x.dtype)
     signs, bias = signs.contiguous(), None if bias is None else bias.float().contiguous()
     count, step = x.numel() // max(1, width), width if rows is x else rows.stride(0)
-    failed = native.compress_rotate(
+    status = native.compress_rotate(
         hadamard_steps.address,
         rows.data_ptr(),
         y.data_ptr(),
@@ -127,9 +128,7 @@ def rotate(
         outputs,
         torch.get_num_threads(),
     )
-    if failed == OUT_OF_MEMORY:
-        raise MemoryError("the buffers of a kernel do not fit into memory")
-    assert not failed, "sizes of a Hadamard matrix and its inputs do not fit together"
+    check_status(status, "sizes of a Hadamard matrix and its inputs do not fit together")
     return y
 
 

@@ -97,6 +97,12 @@ class VerificationError(Failure):
     """The checkpoint does not read back as it was computed."""
 
 
+class QualityError(Failure):
+    """The measured quality is below what `fail_if` demands; the checkpoint and its report are complete."""
+
+    exit_code = 3
+
+
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """A hint: '; did you mean X?', or '; known: A, B, C' when no option is similar."""
     options = sorted(known)

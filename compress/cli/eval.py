@@ -85,6 +85,7 @@ def evaluate(
 ) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
     from compress.checkpoint.containers.files import write_text
+    from compress.evaluate.gate import check_quality
     from compress.passes.contract.context import device_of
     from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate_models
@@ -102,10 +103,11 @@ def evaluate(
         else:
             print_evaluation(found)
 
+    settings = settings_of(options)
     with processes.together():
         found = evaluate_models(
             models,
-            settings_of(options),
+            settings,
             base=base,
             work=work,
             dtype=dtype,
@@ -118,6 +120,9 @@ def evaluate(
             raise ProcessError("tasks failed", told=True)
         return
     show(found)
+    for model in found.models:
+        if model.source != found.base:
+            check_quality(settings.fail_if, model, model.source)
     if found.failed:
         raise Failure(f"{len(found.failed)} tasks failed: {', '.join(found.failed)}; the others are complete")
 

@@ -32,6 +32,7 @@ from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
+from compress.evaluate.gate import check_quality
 from compress.evaluate.result import Predicted, Verification
 from compress.evaluate.store import Store, digest_of
 from compress.layers.linear import CompressedLinear
@@ -339,6 +340,7 @@ def finish(job: Job) -> Result:
     write_report(report, folder, manifest.staged)
     write_card(report, manifest.staged, at_commit(recipe.model, opened.commit), CardFacts.of(job.steps, opened.model))
     manifest.publish()
+    check_quality(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
     return Result(folder, report.to_json(), context.journal)
 
 

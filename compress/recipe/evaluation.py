@@ -24,6 +24,27 @@ PROMPTED = ("tasks", "generation", "speed")
 `model_fields_set` does not count, and otherwise an error."""
 
 
+class QualityLimits(Options):
+    """Limits of what a model may lose; a measured value above one ends the command with exit code 3."""
+
+    kl: float | None = Field(
+        default=None, gt=0, description="largest KL divergence from the base on a text, nats per token"
+    )
+    loss: float | None = Field(default=None, gt=0, description="largest increase of the loss on a text, nats per token")
+    task_drop: float | None = Field(default=None, gt=0, description="largest drop of a metric of a task")
+
+    @classmethod
+    def key(cls) -> str:
+        """Return the key in a recipe."""
+        return "fail_if"
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> Self:
+        if self.kl is None and self.loss is None and self.task_drop is None:
+            raise ValueError("names no limit; write fail_if: {kl: 0.2}, with any of kl, loss and task_drop")
+        return self
+
+
 class Evaluate(Options):
     """The evaluation of the reloaded checkpoint and of the base model.
 
@@ -68,6 +89,9 @@ class Evaluate(Options):
     generation: bool = Field(default=False, description="compare greedy answers to fixed prompts")
     speed: bool = Field(default=False, description="measure decoding and prefill of both models, which takes a minute")
     seed: int = Field(default=1234, ge=0, description="seed of the choice of worked examples")
+    fail_if: QualityLimits | None = Field(
+        default=None, description="limits {kl, loss, task_drop}: a larger value ends the command with exit code 3"
+    )
 
     @model_validator(mode="wrap")
     @classmethod
@@ -113,6 +137,15 @@ class Evaluate(Options):
         if "self" in labels:
             raise ValueError("self is sampled from the model, which is no text to measure; use another source")
         return texts
+
+    @model_validator(mode="after")
+    def _measures_what_is_limited(self) -> Self:
+        limits = self.fail_if
+        if limits is not None and limits.task_drop is not None and not self.tasks:
+            raise ValueError("fail_if: task_drop has no effect without tasks; write tasks: [arc_easy], or leave it out")
+        if limits is not None and limits.kl is not None and self.top_k is None:
+            raise ValueError("fail_if: kl needs the KL divergence, which top_k: null leaves out; write top_k: 128")
+        return self
 
     @field_validator("tasks")
     @classmethod

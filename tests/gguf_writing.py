@@ -86,3 +86,8 @@ def write_pico(pico: str, path: Path, kind: str, architecture: str = "llama", wi
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def cached_models(folder):
+    """The entries of a cache of models, without the files that lock them."""
+    return [entry for entry in folder.iterdir() if entry.suffix != ".lock"]

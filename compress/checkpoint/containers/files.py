@@ -36,11 +36,19 @@ def told_of_writing(folder: Path) -> Iterator[None]:
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on success it replaces `path`, on an error it is removed.
 
-    Raises SaveError, which says how to resume, when the disk is full or the folder cannot be written.
+    The file has the permissions of any new file of the user: libraries that write it by a temporary file of their own
+    would let nobody else read it.
+
+    Raises:
+        SaveError: if the disk is full or the folder cannot be written; it says how to resume.
     """
     part = path.with_name(path.name + ".part")
     try:
+        part.unlink(missing_ok=True)
+        part.touch()
+        permissions = part.stat().st_mode
         yield part
+        part.chmod(permissions)
         with part.open("r+b") as file:  # Windows flushes only files that are open for writing
             os.fsync(file.fileno())
         os.replace(part, path)

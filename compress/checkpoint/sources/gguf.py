@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from compress.checkpoint.containers.files import file_sha256
 from compress.checkpoint.containers.safetensors import write_shard
 from compress.checkpoint.sources.child_process import run_function
@@ -69,15 +71,19 @@ def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
 
     status = path.stat()
     folder = Path(HF_HOME) / kind / _digest(path, status.st_size, status.st_mtime_ns)[:32]
-    if not folder.exists():
-        part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        try:
-            make(part)
-            part.rename(folder)
-        finally:
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_suffix(".part")
+    with FileLock(folder.with_suffix(".lock")):  # other commands on the same file wait, and use what this one makes
+        if not folder.exists():
             shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            try:
+                make(part)
+                part.rename(folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

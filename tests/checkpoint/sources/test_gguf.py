@@ -1,6 +1,8 @@
 """GGUF files are converted once, exactly, and kept in the user's cache."""
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import huggingface_hub.constants
 import pytest
@@ -14,7 +16,7 @@ from compress.errors import ModelError
 gguf = pytest.importorskip("gguf")
 quants = pytest.importorskip("gguf.quants")
 
-from gguf_writing import write_pico  # noqa: E402  needs gguf
+from gguf_writing import cached_models, write_pico  # noqa: E402  needs gguf
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
@@ -80,9 +82,9 @@ def test_a_file_is_converted_once(files, cache, converted_here, tmp_path):
     renamed.write_bytes((files / "F32.gguf").read_bytes())
     assert open_model(str(renamed)).fingerprint == first.fingerprint == again.fingerprint
     assert len(converted_here) == 1
-    assert len(list(cache.iterdir())) == 1  # and no .part is left
+    assert len(cached_models(cache)) == 1  # and no .part is left
     open_model(str(files / "Q8_0.gguf"))
-    assert len(converted_here) == 2 and len(list(cache.iterdir())) == 2
+    assert len(converted_here) == 2 and len(cached_models(cache)) == 2
 
 
 @pytest.mark.slow
@@ -92,7 +94,21 @@ def test_what_a_killed_conversion_left_is_replaced(files, cache, converted_here)
     (folder.with_suffix(".part") / "model.safetensors").write_bytes(b"half")
     assert reading.as_safetensors(files / "F32.gguf") == folder
     assert len(converted_here) == 2
-    assert [child.name for child in cache.iterdir()] == [folder.name]
+    assert [child.name for child in cached_models(cache)] == [folder.name]
+
+
+def test_commands_at_the_same_time_convert_a_file_once(files, cache):
+    conversions = []
+
+    def make(folder):
+        conversions.append(folder)
+        sleep(0.2)  # the others find the folder of parts
+        (folder / "config.json").write_text("{}")
+
+    with ThreadPoolExecutor(4) as threads:
+        folders = set(threads.map(lambda _: reading.made_once(files / "F32.gguf", "compress/gguf-3", make), range(4)))
+    assert len(conversions) == 1 and len(folders) == 1
+    assert [child.name for child in cached_models(cache)] == [folders.pop().name]
 
 
 def test_no_such_file():
@@ -119,7 +135,7 @@ def test_a_file_that_cannot_be_read(stderr, reason, tmp_path, cache, monkeypatch
         match=rf"cannot be read \({reason}\); if the gguf package is missing, install the extra: compress-llm\[gguf\]",
     ):
         open_model(str(path))
-    assert list(cache.iterdir()) == []
+    assert cached_models(cache) == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from compress.layers.linear import linears
 
 pytest.importorskip("gguf")
 
-from gguf_writing import write_pico
+from gguf_writing import cached_models, write_pico
 
 KINDS = {"Q8_0": "int8", "Q4_0": "int4_signed", "Q4_1": "uint4", "Q5_0": "int5_signed", "Q5_1": "uint5"}
 IDS = torch.arange(30, 60)[None]
@@ -89,7 +89,7 @@ def test_the_folder_is_made_once_and_holds_no_copy_of_the_weights(files, cache):
     assert (folder / FILE).stat().st_ino == path.stat().st_ino
     (folder / "mark").touch()
     assert checkpoint_of(str(path)) == folder and (folder / "mark").exists()
-    assert [child.name for child in (cache / "gguf-codes-2").iterdir()] == [folder.name]  # no .part is left
+    assert [child.name for child in cached_models(cache / "gguf-codes-2")] == [folder.name]  # no .part is left
 
 
 def test_a_file_on_another_file_system_is_copied(files, monkeypatch):
@@ -105,7 +105,7 @@ def test_floats_and_unknown_codes_are_converted_as_before(files, cache, tmp_path
     assert checkpoint_of(str(files / "F32.gguf")) == folder_of(str(files / "F32.gguf"))
     monkeypatch.setattr("compress.checkpoint.sources.gguf_codes.BLOCK_TYPES", {})
     assert checkpoint_of(str(files / "Q4_0.gguf")) == folder_of(str(files / "Q4_0.gguf"))
-    assert list((cache / "gguf-codes-2").iterdir()) == []
+    assert cached_models(cache / "gguf-codes-2") == []
 
 
 def test_a_file_that_is_cut_off(files, tmp_path):

@@ -16,7 +16,7 @@ from compress.passes.contract.wording import Place, recipe_error, unknown_option
 from compress.recipe.installed import installed
 from compress.recipe.outlines import PARTS, outline_of_part, outline_of_pass
 from compress.recipe.presets import expand
-from compress.recipe.settings import Setting, apply_settings, blamed, involved
+from compress.recipe.settings import Setting, apply_settings, error_of_setting, settings_note
 from compress.recipe.shipped import find_recipe
 from compress.recipe.yaml import compose, nearest, read_file
 
@@ -40,7 +40,7 @@ def check_file(recipe: str | Path, settings: Sequence[Setting] = ()) -> None:
         data, origins = _expanded(data)
         _check(data, settings)
     except RecipeError as error:
-        raise located(error, str(path), places, origins, settings) from error
+        raise located_error(error, str(path), places, origins, settings) from error
 
 
 def check_data(data: Any, settings: Sequence[Setting] = ()) -> None:
@@ -48,11 +48,11 @@ def check_data(data: Any, settings: Sequence[Setting] = ()) -> None:
     try:
         _check(_expanded(data)[0], settings)
     except RecipeError as error:
-        setting_error = blamed(settings, error)
+        setting_error = error_of_setting(settings, error)
         raise error if setting_error is None else setting_error from None
 
 
-def located(
+def located_error(
     error: RecipeError,
     name: str,
     places: Mapping[Place, tuple[int, int]],
@@ -67,10 +67,10 @@ def located(
         origins: for each pass, the index of the item that it comes from.
         settings: settings that were applied to the data.
     """
-    if (setting_error := blamed(settings, error)) is not None:
+    if (setting_error := error_of_setting(settings, error)) is not None:
         return setting_error
     line, column = nearest(places, _before_expansion(error.path, origins))
-    return RecipeError(f"{name}:{line}:{column}: {error}{involved(settings, error)}", error.path)
+    return RecipeError(f"{name}:{line}:{column}: {error}{settings_note(settings, error)}", error.path)
 
 
 def _before_expansion(path: Place, origins: Sequence[int]) -> Place:

@@ -32,12 +32,12 @@ from compress.passes.contract.passes import Pass
 from compress.passes.contract.wording import Place, recipe_error
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
-from compress.recipe.names import located
+from compress.recipe.names import located_error
 from compress.recipe.order import check_order, label
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.sensitivities import expand_sensitivities
-from compress.recipe.settings import Setting, apply_settings, blamed
+from compress.recipe.settings import Setting, apply_settings, error_of_setting
 from compress.recipe.shipped import find_recipe
 from compress.recipe.yaml import compose, read_file
 
@@ -207,7 +207,7 @@ class Recipe(BaseModel):
             data, origins = _expanded(data, folder)
             return cls.model_validate(apply_settings(data, settings))
         except RecipeError as error:
-            raise located(error, name, places, origins, settings) from error
+            raise located_error(error, name, places, origins, settings) from error
 
     @classmethod
     def from_data(cls, data: Any, settings: Sequence[Setting] = ()) -> Recipe:
@@ -219,7 +219,7 @@ class Recipe(BaseModel):
         try:
             return cls.model_validate(apply_settings(_expanded(data)[0], settings))
         except RecipeError as error:
-            setting_error = blamed(settings, error)
+            setting_error = error_of_setting(settings, error)
             raise error if setting_error is None else setting_error from None
 
 

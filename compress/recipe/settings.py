@@ -93,7 +93,7 @@ def _error(setting: Setting, depth: int, message: str) -> RecipeError:
     return RecipeError(f"{setting.text}: {'.'.join(map(str, setting.place[:depth]))} {message}", setting.place)
 
 
-def blamed(settings: Sequence[Setting], error: RecipeError) -> RecipeError | None:
+def error_of_setting(settings: Sequence[Setting], error: RecipeError) -> RecipeError | None:
     """Return the error with the setting that contains its place; None if no setting does."""
     for setting in reversed(settings):
         if error.path[: len(setting.place)] == setting.place:
@@ -102,7 +102,7 @@ def blamed(settings: Sequence[Setting], error: RecipeError) -> RecipeError | Non
     return None
 
 
-def involved(settings: Sequence[Setting], error: RecipeError) -> str:
+def settings_note(settings: Sequence[Setting], error: RecipeError) -> str:
     """Return a note that names the settings inside of the error's place, or an empty string."""
     place = error.path
     inside = [setting.text for setting in settings if place and setting.place[: len(place)] == place]

@@ -23,10 +23,10 @@ def bench(model: str, against: str | None, dtype: str, compiled: bool, activatio
     """Measure the speed of MODEL, a compressed checkpoint or any other model: loading, memory, decoding, prefill."""
     from compress.evaluate import speed
 
-    found = speed.bench(model, against, dtype, compiled, activations)
+    result = speed.bench(model, against, dtype, compiled, activations)
     if as_json:
-        print_json(found.model_dump(mode="json"))
+        print_json(result.model_dump(mode="json"))
         return
-    bandwidth = f"{found.read_bandwidth / 1e9:.1f} GB/s"
-    title = f"{found.instruction_set} kernels, threads: {found.threads}, read bandwidth: {bandwidth}"
-    print_table(title, ("", *found.models), speed.table(found))
+    bandwidth = f"{result.read_bandwidth / 1e9:.1f} GB/s"
+    title = f"{result.instruction_set} kernels, threads: {result.threads}, read bandwidth: {bandwidth}"
+    print_table(title, ("", *result.models), speed.table(result))

@@ -152,7 +152,7 @@ def distill(
 @MODEL
 @recipe_options
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Also check this output folder and the disk.")
-@click.option("--all", "every", is_flag=True, help="A row for every module instead of every kind of module.")
+@click.option("--all", "all_modules", is_flag=True, help="A row for every module instead of every kind of module.")
 @MEMORY
 @click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
@@ -160,7 +160,7 @@ def plan(
     recipe: str,
     model: str | None,
     out: Path | None,
-    every: bool,
+    all_modules: bool,
     memory: str | None,
     time: bool,
     as_json: bool,
@@ -170,14 +170,14 @@ def plan(
 
     RECIPE is a file, or a name of `compress recipes`.
     """
-    asked = _read(recipe, model, options)
+    parsed_recipe = _read(recipe, model, options)
     from compress.pipeline.plan import plan as make_plan
 
-    planned = make_plan(asked, out, time, memory)
+    planned = make_plan(parsed_recipe, out, time, memory)
     if as_json:
         print_json(planned.to_json())
     else:
-        print_plan(planned, every)
+        print_plan(planned, all_modules)
 
 
 @main.command()

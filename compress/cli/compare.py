@@ -50,7 +50,7 @@ def compare(
     if measure or base is not None:
         from compress.pipeline.evaluation import evaluate_models
 
-        found = evaluate_models(
+        comparison = evaluate_models(
             models,
             settings_of(options),
             base=base,
@@ -60,14 +60,14 @@ def compare(
             progress=True,
             on_failure=print_evaluation,
         )
-        variants = pareto.from_comparison(found)
+        variants = pareto.from_comparison(comparison)
     else:
         variants = pareto.from_reports([Path(model) for model in models])
     if out is not None:
         write_text(out, pareto.html(variants) if out.suffix == ".html" else str(pareto.picture(variants)))
     if as_json:
-        print_json([one.model_dump() for one in variants])
+        print_json([variant.model_dump() for variant in variants])
         return
     print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
-    for one in variants:
-        click.echo(f"{one.source}: {pareto.verdict(one)}")
+    for variant in variants:
+        click.echo(f"{variant.source}: {pareto.verdict(variant)}")

@@ -1,6 +1,7 @@
-"""What a shell offers after TAB: names of passes, schemes, suites and devices, and recipe files.
+"""Shell completion: names of passes, schemes, suites and devices, and recipe files.
 
-It is computed while the user waits, so nothing slow is imported: passes are the files of their folder.
+Completions are computed while the user waits, so nothing slow is imported: the names of passes are the files of their
+folder.
 """
 
 from __future__ import annotations
@@ -17,55 +18,55 @@ COMPUTE = "auto", "cpu", "cuda"
 
 
 def _names_of(folder: str, suffix: str) -> list[str]:
-    """The files of a folder of the package by their names without the suffix."""
-    package, _, rest = folder.partition("/")
-    found = files("compress").joinpath(package, *filter(None, [rest])).iterdir()
-    return sorted(file.name.removesuffix(suffix) for file in found if file.name.endswith(suffix))
+    """Return the sorted names of the files in a folder of the package, without the suffix."""
+    package, _, subfolder = folder.partition("/")
+    entries = files("compress").joinpath(package, *filter(None, [subfolder])).iterdir()
+    return sorted(file.name.removesuffix(suffix) for file in entries if file.name.endswith(suffix))
 
 
 def starting_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
-    """The names that begin as the user has typed; upper and lower case are equal."""
+    """Return the names that start with the typed text, ignoring case."""
     return [CompletionItem(name) for name in names if name.lower().startswith(incomplete.lower())]
 
 
 def complete_pass(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Names of passes."""
+    """Complete the name of a pass."""
     from compress.passes import PASSES
 
     return starting_with(incomplete, PASSES)
 
 
 def complete_shipped(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Names of shipped recipes."""
+    """Complete the name of a shipped recipe."""
     from compress.recipe.shipped import shipped
 
     return starting_with(incomplete, shipped())
 
 
 def complete_scheme(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Names of schemes."""
+    """Complete the name of a scheme."""
     return starting_with(incomplete, _names_of("recipe/presets", ".yaml"))
 
 
 def complete_suite(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Names of suites, and YAML files."""
+    """Complete the name of a suite, or the path of a YAML file."""
     return starting_with(incomplete, _names_of("recipe/suites", ".yaml")) + _yaml_files(incomplete)
 
 
 def complete_compute(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Devices of computation."""
+    """Complete the name of a compute device."""
     return starting_with(incomplete, COMPUTE)
 
 
 def complete_device(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Devices of `compress roofline`."""
+    """Complete a device of `compress roofline`."""
     from compress.roofline.devices import devices
 
     return starting_with(incomplete, ["here", *devices()])
 
 
 def complete_recipe(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Shipped recipes, and YAML files here and in the folders here; any files where there are none."""
+    """Complete a shipped recipe or a YAML file here or one folder below; any file if there are none."""
     from compress.recipe.shipped import shipped
 
     offered = starting_with(incomplete, shipped()) + _yaml_files(incomplete)
@@ -78,9 +79,9 @@ def _yaml_files(incomplete: str) -> list[CompletionItem]:
 
 
 def complete_target(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
-    """Words of targets; after a comma the next one."""
+    """Complete a word of a target; after a comma, the next word."""
     from compress.recipe.targets import words
 
-    before, comma, last = incomplete.rpartition(",")
-    known = starting_with(last.strip(), (value for values in words().values() for value in values))
-    return [CompletionItem(f"{before}{comma}{' ' if comma else ''}{one.value}") for one in known]
+    previous, comma, incomplete_phrase = incomplete.rpartition(",")
+    items = starting_with(incomplete_phrase.strip(), (value for values in words().values() for value in values))
+    return [CompletionItem(f"{previous}{comma}{' ' if comma else ''}{item.value}") for item in items]

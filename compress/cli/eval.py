@@ -47,7 +47,7 @@ SETTINGS = (
 
 
 def settings_options(command: Any) -> Any:
-    """Add the options that say what is measured."""
+    """Add the options that select what is measured."""
     for option in reversed(SETTINGS):
         command = option(command)
     return command
@@ -92,20 +92,20 @@ def evaluate(
 
     processes = Processes.launched(cpu=device_of(device).type == "cpu")
 
-    def show(found: Comparison) -> None:
+    def show(comparison: Comparison) -> None:
         if not processes.first:
             return
-        text = found.model_dump_json(indent=2)
+        text = comparison.model_dump_json(indent=2)
         if out is not None:
             write_text(out, text + "\n")
         if as_json:
             click.echo(text)
         else:
-            print_evaluation(found)
+            print_evaluation(comparison)
 
     settings = settings_of(options)
     with processes.together():
-        found = evaluate_models(
+        comparison = evaluate_models(
             models,
             settings,
             base=base,
@@ -116,19 +116,23 @@ def evaluate(
             on_failure=show,
         )
     if not processes.first:
-        if found.failed:
+        if comparison.failed:
             raise ProcessError("tasks failed", told=True)
         return
-    show(found)
-    for model in found.models:
-        if model.source != found.base:
+    show(comparison)
+    for model in comparison.models:
+        if model.source != comparison.base:
             check_quality(settings.fail_if, model, model.source)
-    if found.failed:
-        raise Failure(f"{len(found.failed)} tasks failed: {', '.join(found.failed)}; the others are complete")
+    if comparison.failed:
+        raise Failure(f"{len(comparison.failed)} tasks failed: {', '.join(comparison.failed)}; the others are complete")
 
 
 def settings_of(options: dict[str, Any]) -> Evaluate:
-    """The settings that the options give. Raises RecipeError."""
+    """Return the evaluation settings that the options state.
+
+    Raises:
+        RecipeError: if a value is invalid.
+    """
     from compress.recipe.evaluation import Evaluate, read_suite
 
     changes = {key: options[key] for key in ("windows", "length", "stride", "data", "limit", "fewshot")}
@@ -136,21 +140,21 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
     if options["text"]:
         changes["perplexity"] = changes["agreement"] = () if options["text"] == ("none",) else options["text"]
     if options["tasks"] is not None:
-        named = [name.strip() for name in options["tasks"].split(",") if name.strip()]
-        changes["tasks"] = () if named == ["none"] else tuple(named)
-    given = {key: value for key, value in changes.items() if value is not None}
-    return Evaluate(**given) if options["suite"] is None else read_suite(options["suite"], **given)
+        tasks = [name.strip() for name in options["tasks"].split(",") if name.strip()]
+        changes["tasks"] = () if tasks == ["none"] else tuple(tasks)
+    values = {key: value for key, value in changes.items() if value is not None}
+    return Evaluate(**values) if options["suite"] is None else read_suite(options["suite"], **values)
 
 
-def print_evaluation(found: Comparison) -> None:
+def print_evaluation(comparison: Comparison) -> None:
     """Print the tables of an evaluation, its notes and its failures."""
     from compress.report.comparison import tables
 
-    title = "" if found.base is None else f"compared with {found.base}"
-    for head, rows in tables(found):
+    title = "" if comparison.base is None else f"compared with {comparison.base}"
+    for head, rows in tables(comparison):
         print_table(title, head, rows)
         title = ""
-    for note in found.notes:
+    for note in comparison.notes:
         click.echo(f"note: {note}")
-    for name, reason in found.failed.items():
+    for name, reason in comparison.failed.items():
         click.echo(f"failed: {name}: {reason}")

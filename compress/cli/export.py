@@ -1,4 +1,4 @@
-"""The command `export`."""
+"""`compress export`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_
     Codes stay as they are, bit for bit; a format that cannot store them is refused unless --requantize is given.
     """
     with without_collection():
-        from compress.pipeline.convert import (
-            export as convert,
-        )  # torch takes seconds to import; --help does not need it
+        from compress.pipeline.convert import export as convert  # slow: imports torch, which --help does not need
 
-    found = convert(folder, out, form, requantize, dtype)
+    kinds = convert(folder, out, form, requantize, dtype)
     if as_json:
-        print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in found]})
+        print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds]})
         return
     rows = [
         (kind.name, str(kind.count), kind.before, kind.after, f"{kind.error:.3e}" if kind.error else "0 (lossless)")
-        for kind in found
+        for kind in kinds
     ]
     print_table(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows)
     click.echo(f"checkpoint: {out}, model card: {out / 'README.md'}")

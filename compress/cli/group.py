@@ -16,15 +16,14 @@ import click
 from compress.errors import CompressError, ProcessError
 
 INTERRUPTED = 130
+AGAIN = "interrupted; run the same command again to resume"
 EXIT_CODES = {
     0: "done",
     1: "the run failed: NaN, a full disk, a checkpoint that does not read back, a failed task, or a bug",
     2: "a mistake in the input: an option, a recipe, a model, a text, or an output folder",
-    INTERRUPTED: "interrupted; run the same command again to resume",
+    INTERRUPTED: AGAIN,
 }
 """Exit codes of all commands."""
-
-AGAIN = "interrupted; run the same command again to resume"
 
 
 class ErrorGroup(click.Group):
@@ -35,13 +34,13 @@ class ErrorGroup(click.Group):
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), text) for code, text in EXIT_CODES.items()])
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *positional: Any, **kwargs: Any) -> Any:
         """Run the command that the arguments name, and exit."""
-        given = list(sys.argv[1:] if args is None else args)
-        plain = [arg for arg in given if arg != "--debug"]
-        debug = len(plain) < len(given)
+        arguments = list(sys.argv[1:] if args is None else args)
+        plain = [arg for arg in arguments if arg != "--debug"]
+        debug = len(plain) < len(arguments)
         try:
-            code = super().main(plain, *rest, **{**kwargs, "standalone_mode": False})
+            code = super().main(plain, *positional, **{**kwargs, "standalone_mode": False})
         except ProcessError as error:
             if error.told and not debug:
                 sys.exit(error.exit_code)
@@ -70,7 +69,7 @@ def _fail(message: str, code: int, debug: bool) -> NoReturn:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Import large packages without garbage collection, which takes an eighth of the time and finds nothing there."""
+    """Disable garbage collection during the import of large packages, where it takes an eighth of the time."""
     gc.disable()
     try:
         yield
@@ -81,7 +80,7 @@ def without_collection() -> Iterator[None]:
 
 
 def _collect_at_exit() -> None:
-    """The library of triton, which torch imports where it is installed, writes about every object that is left."""
+    """Thaw all objects before exit: triton, which torch imports if installed, reports every object that is left."""
     if "triton" in sys.modules:
         gc.unfreeze()
 
@@ -90,9 +89,9 @@ TERMINATED = "terminated, as by a launcher of which another process ended; run t
 
 
 class Interrupt:
-    """Raise KeyboardInterrupt on SIGINT, and again at the run's next journal entry; ProcessError on SIGTERM.
+    """Raise KeyboardInterrupt on SIGINT and again at the next journal entry of the run; raise ProcessError on SIGTERM.
 
-    A library may swallow an exception that is raised in its callback. The flag keeps the request to stop. The context
+    A library may swallow an exception that is raised in its callback; the flag keeps the request to stop. The context
     yields the listener for the journal.
     """
 

@@ -60,26 +60,26 @@ def init(model: str, target: str, out: Path, source: str, overwrite: bool, check
     """Write a commented recipe for MODEL to start from, and see that it can be planned."""
     with without_collection():
         from compress.pipeline.starting import start_recipe
-    made = start_recipe(model, target, out, overwrite, check, source)
+    draft = start_recipe(model, target, out, overwrite, check, source)
     sizes = None
-    if made.planned is not None:
-        sizes = {name: getattr(made.planned, name) for name in ("dense_bytes", "checkpoint_bytes", "memory_bytes")}
+    if draft.planned is not None:
+        sizes = {name: getattr(draft.planned, name) for name in ("dense_bytes", "checkpoint_bytes", "memory_bytes")}
     if as_json:
         print_json(
             {
                 "recipe": str(out),
-                "start": made.start.name,
-                "summary": made.start.summary,
-                "changed": made.changed,
+                "start": draft.start.name,
+                "summary": draft.start.summary,
+                "changed": draft.changed,
                 "planned": sizes,
             }
         )
         return
-    click.echo(f"{out}: {made.start.summary}")
-    for line in made.changed:
+    click.echo(f"{out}: {draft.start.summary}")
+    for line in draft.changed:
         click.echo(f"note: {line}")
-    if made.planned is not None and sizes is not None:
-        for line in made.planned.notes:
+    if draft.planned is not None and sizes is not None:
+        for line in draft.planned.notes:
             click.echo(f"note: {line}")
         dense, small, memory = (size / 1e6 for size in sizes.values())
         click.echo(f"plan: {dense:.1f} MB become {small:.1f} MB, with about {memory:.0f} MB of tensors in memory")

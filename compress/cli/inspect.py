@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @click.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--all", "every", is_flag=True, help="A row for every module instead of every kind of module.")
+@click.option("--all", "all_modules", is_flag=True, help="A row for every module instead of every kind of module.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 @click.option("--values", is_flag=True, help="Read the weights too, to count zeros.")
 @click.option("--verify", is_flag=True, help="First compare the sha256 of every file with SHA256SUMS.")
-def inspect(path: Path, every: bool, as_json: bool, values: bool, verify: bool) -> None:
+def inspect(path: Path, all_modules: bool, as_json: bool, values: bool, verify: bool) -> None:
     """Show what is in the checkpoint at PATH: a folder, a .safetensors file or a .gguf file of any program."""
     from compress.checkpoint.containers.digests import SUMS
     from compress.checkpoint.inspection import inspect as inspect_checkpoint
 
     if verify:
         _verify(path)
-    found = inspect_checkpoint(path, values)
+    inspection = inspect_checkpoint(path, values)
     if as_json:
-        print_json(found.to_json())
+        print_json(inspection.to_json())
         return
-    _print(found, every)
+    _print(inspection, all_modules)
     if verify:
         click.echo(f"files: all as {SUMS} says")
 
@@ -41,16 +41,16 @@ def _verify(path: Path) -> None:
     from compress.checkpoint.containers.digests import damaged
     from compress.errors import ModelError
 
-    found = damaged(path)
-    for name, reason in found.items():
+    reason_by_file = damaged(path)
+    for name, reason in reason_by_file.items():
         click.echo(f"{path / name} {reason}", err=True)
-    if found:
-        raise ModelError(f"model: {len(found)} files of {path} are not as they were written; fetch them again")
+    if reason_by_file:
+        raise ModelError(f"model: {len(reason_by_file)} files of {path} are not as they were written; fetch them again")
 
 
-def _print(found: Inspection, every: bool) -> None:
+def _print(inspection: Inspection, all_modules: bool) -> None:
     columns: dict[str, Callable[[Module], str]] = {
-        "module" if every else "modules": lambda m: m.name,
+        "module" if all_modules else "modules": lambda m: m.name,
         "count": lambda m: f"{m.count}",
         "shape": lambda m: "?" if m.shape is None else " x ".join(map(str, m.shape)),
         "stored as": lambda m: m.stored_as,
@@ -59,16 +59,19 @@ def _print(found: Inspection, every: bool) -> None:
         "zeros": lambda m: "" if m.zeros is None else f"{m.zeros:.1%}",
         "bytes": lambda m: f"{m.size_bytes}",
     }
-    if every:
+    if all_modules:
         del columns["count"]
-    if all(module.zeros is None for module in found.modules):
+    if all(module.zeros is None for module in inspection.modules):
         del columns["zeros"]
-    modules = found.modules if every else found.groups()
+    modules = inspection.modules if all_modules else inspection.groups()
     print_table("", tuple(columns), [tuple(text(module) for text in columns.values()) for module in modules])
-    for note in found.notes:
+    for note in inspection.notes:
         click.echo(f"note: {note}")
-    click.echo(f"{found.source}: {found.method}; {len(found.modules)} modules in {len(found.files)} files")
     click.echo(
-        f"weights: {found.weights}, bytes: {found.size_bytes} ({sum(found.files.values())} in the files), "
-        f"bits per weight: {found.bits_per_weight:.2f}"
+        f"{inspection.source}: {inspection.method}; {len(inspection.modules)} modules in {len(inspection.files)} files"
+    )
+    file_bytes = sum(inspection.files.values())
+    click.echo(
+        f"weights: {inspection.weights}, bytes: {inspection.size_bytes} ({file_bytes} in the files), "
+        f"bits per weight: {inspection.bits_per_weight:.2f}"
     )

@@ -66,12 +66,12 @@ OUTPUT = (
 
 def recipe_options(command: F) -> F:
     """Add the options that change values of a recipe."""
-    return reduce(lambda made, option: option(made), reversed(SETTINGS), command)
+    return reduce(lambda decorated, option: option(decorated), reversed(SETTINGS), command)
 
 
 def output_options(command: F) -> F:
     """Add the options of the output."""
-    return reduce(lambda made, option: option(made), reversed(OUTPUT), command)
+    return reduce(lambda decorated, option: option(decorated), reversed(OUTPUT), command)
 
 
 def settings_of(
@@ -83,16 +83,18 @@ def settings_of(
     dtype: str | None = None,
     calibration: str | None = None,
 ) -> list[Any]:
-    """The settings that the options of `recipe_options` give, in the order in which they apply: --set last."""
+    """Return the settings that the options of `recipe_options` state, in the order in which they apply: --set last."""
     from compress.recipe.settings import Setting, read_setting
 
-    given = [("--model", model, ("model",)), ("--device", device, ("device",)), ("--dtype", dtype, ("dtype",))]
-    found = [Setting(place, value, f"{option} {value}") for option, value, place in given if value is not None]
+    replacements = [("--model", model, ("model",)), ("--device", device, ("device",)), ("--dtype", dtype, ("dtype",))]
+    settings = [
+        Setting(place, value, f"{option} {value}") for option, value, place in replacements if value is not None
+    ]
     if calibration is not None:
-        found.append(Setting(("calibration", "source"), calibration, f"--calibration {calibration}", OF_A_TEXT))
+        settings.append(Setting(("calibration", "source"), calibration, f"--calibration {calibration}", OF_A_TEXT))
     if texts:
         spelled = " ".join(f"--eval {text}" for text in texts)
         nothing = texts == ("none",)
         places = (("eval",),) if nothing else (("eval", "perplexity"), ("eval", "agreement"))
-        found += [Setting(place, None if nothing else list(texts), spelled) for place in places]
-    return found + [read_setting(text) for text in sets]
+        settings += [Setting(place, None if nothing else list(texts), spelled) for place in places]
+    return settings + [read_setting(text) for text in sets]

@@ -1,4 +1,4 @@
-"""`compress passes`, `schemes` and `recipes`: what recipes can be made of, and the shipped ones."""
+"""`compress passes`, `schemes` and `recipes`: list passes, schemes and shipped recipes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def passes(name: str | None, plugin: tuple[str, ...], as_json: bool) -> None:
         page = pages[name]()
         print_json(page.to_json()) if as_json else print_pass(page)
         return
-    found = {key: read() for key, read in pages.items()}
+    page_by_key = {key: read() for key, read in pages.items()}
     if as_json:
-        print_json([{"name": key, "summary": page.summary, "paper": page.paper} for key, page in found.items()])
+        print_json([{"name": key, "summary": page.summary, "paper": page.paper} for key, page in page_by_key.items()])
         return
-    width = max(map(len, found))
-    for key, page in found.items():
+    width = max(map(len, page_by_key))
+    for key, page in page_by_key.items():
         click.echo(f"{key:{width}}  {page.summary}")
 
 
 def _page(key: str) -> PassPage:
-    """The page of a pass of this package: the stored one, or that of its class if it has changed since."""
+    """Return the page of a built-in pass: the stored one, or one made from its class if the class has changed since."""
     from compress.recipe.pages import PassPage
 
     page = PassPage.stored(key)
@@ -67,13 +67,13 @@ def schemes(as_json: bool) -> None:
     if as_json:
         print_json(
             [
-                {"name": one.name, "summary": one.summary, "passes": one.passes, "save": one.save}
-                for one in presets().values()
+                {"name": preset.name, "summary": preset.summary, "passes": preset.passes, "save": preset.save}
+                for preset in presets().values()
             ]
         )
         return
-    for one in presets().values():
-        click.echo(f"{one.name:12}  {one.summary}")
+    for preset in presets().values():
+        click.echo(f"{preset.name:12}  {preset.summary}")
 
 
 @click.command()
@@ -86,16 +86,16 @@ def recipes(name: str | None, as_json: bool) -> None:
     """
     from compress.recipe.shipped import shipped, summary_of
 
-    known = shipped()
-    if name is not None and name not in known:
-        raise RecipeError(f"recipe {name!r} is not among the shipped ones{did_you_mean(name, known)}")
+    path_by_name = shipped()
+    if name is not None and name not in path_by_name:
+        raise RecipeError(f"recipe {name!r} is not among the shipped ones{did_you_mean(name, path_by_name)}")
     if name is not None:
-        text = known[name].read_text(encoding="utf-8")
-        values = {"name": name, "summary": summary_of(known[name]), "text": text}
+        text = path_by_name[name].read_text(encoding="utf-8")
+        values = {"name": name, "summary": summary_of(path_by_name[name]), "text": text}
         print_json(values) if as_json else click.echo(text, nl=False)
     elif as_json:
-        print_json([{"name": key, "summary": summary_of(path)} for key, path in known.items()])
+        print_json([{"name": key, "summary": summary_of(path)} for key, path in path_by_name.items()])
     else:
-        width = max(map(len, known))
-        for key, path in known.items():
+        width = max(map(len, path_by_name))
+        for key, path in path_by_name.items():
             click.echo(f"{key:{width}}  {summary_of(path)}")

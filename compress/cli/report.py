@@ -29,9 +29,9 @@ def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool)
         return
     if folder is None:
         raise click.UsageError("write the FOLDER of a run, or --schema")
-    found = read_report(folder)
-    record_rewritten(folder, write_report(found, folder))
-    print_json(found.to_json()) if as_json else print_report(found.to_json(), folder)
+    result = read_report(folder)
+    record_rewritten(folder, write_report(result, folder))
+    print_json(result.to_json()) if as_json else print_report(result.to_json(), folder)
     page = (folder / PAGE).resolve()
     if (sys.stdout.isatty() if shown is None else shown) and not webbrowser.open(page.as_uri()):
         click.echo(f"note: no browser was found; open {page}", err=as_json)

@@ -59,15 +59,17 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
     with without_collection():
         from compress.pipeline.rooflines import roofline as estimate
         from compress.recipe.schema import Recipe
-    found = estimate(Recipe.from_yaml(subject) if is_recipe else subject, on, batch, context)
+    estimated = estimate(Recipe.from_yaml(subject) if is_recipe else subject, on, batch, context)
     if as_json:
-        print_json(found.to_json())
+        print_json(estimated.to_json())
         return
-    title = f"{found.device.name}, batch {batch}, context {context}"
-    print_table(f"prefill: {title}", *_rows(found.before.prefill, found.after and found.after.prefill))
-    if found.before.decode is not None:
-        print_table(f"decode one token: {title}", *_rows(found.before.decode, found.after and found.after.decode))
-    for line in _totals(found):
+    title = f"{estimated.device.name}, batch {batch}, context {context}"
+    print_table(f"prefill: {title}", *_rows(estimated.before.prefill, estimated.after and estimated.after.prefill))
+    if estimated.before.decode is not None:
+        print_table(
+            f"decode one token: {title}", *_rows(estimated.before.decode, estimated.after and estimated.after.decode)
+        )
+    for line in _totals(estimated):
         click.echo(line)
 
 
@@ -82,13 +84,13 @@ def _list(as_json: bool) -> None:
         click.echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
 
 
-def _rows(before: PassCost, after: PassCost | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The head of the table, and a row for each kind of product."""
-    later = {cost.name: cost for cost in (after or before).costs}
+def _rows(original: PassCost, compressed: PassCost | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head of the table and a row for each kind of product."""
+    later = {cost.name: cost for cost in (compressed or original).costs}
     rows = []
-    for cost in before.costs:
+    for cost in original.costs:
         pairs = zip(_cells(cost), _cells(later[cost.name]) if cost.name in later else ("none",) * 6, strict=True)
-        rows.append((cost.name, *(one if one == other else f"{one} -> {other}" for one, other in pairs)))
+        rows.append((cost.name, *(old if old == new else f"{old} -> {new}" for old, new in pairs)))
     return HEAD, rows
 
 
@@ -98,26 +100,26 @@ def _cells(cost: ProductCost) -> tuple[str, ...]:
     return f"{cost.count}", shortened(operations), shortened(size), *rates
 
 
-def _totals(found: Roofline) -> list[str]:
-    sides = [side for side in (found.before, found.after) if side is not None]
+def _totals(estimated: Roofline) -> list[str]:
+    sides = [side for side in (estimated.before, estimated.after) if side is not None]
     lines = ["prefill: " + " -> ".join(f"{side.prefill.seconds * 1e3:.3g} ms" for side in sides)]
     steps = [side.decode.seconds for side in sides if side.decode is not None]
     if steps:
-        rates = " -> ".join(f"{found.batch / seconds:.4g}" for seconds in steps)
+        rates = " -> ".join(f"{estimated.batch / seconds:.4g}" for seconds in steps)
         lines.append(
             f"decode: {' -> '.join(f'{seconds * 1e3:.3g} ms' for seconds in steps)} per token, {rates} tokens/s"
         )
     else:
         lines.append("decode: none; the model keeps no cache of keys and values")
     weights = " -> ".join(f"{side.weight_bytes / 1e9:.3g} GB" for side in sides)
-    cache, memory = sides[-1].cache_bytes / 1e9, found.device.memory
+    cache, memory = sides[-1].cache_bytes / 1e9, estimated.device.memory
     fits = " -> ".join(dict.fromkeys("fits" if s.memory_bytes <= memory else "does not fit" for s in sides))
     lines.append(f"memory: weights {weights}, KV cache {cache:.3g} GB; {fits} in {memory / 1e9:.3g} GB")
     return lines
 
 
 def shortened(number: float) -> str:
-    """Three digits and a unit: 68.7G."""
+    """Format a number with three digits and a unit: 68.7G."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""`compress sensitivity`: what each way of compressing costs in each layer alone."""
+"""`compress sensitivity`: the KL divergence of each choice in each layer alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SHOWN = 12  # rows of the most sensitive layers
     type=click.Path(path_type=Path),
     help="Also write the results to this .json file, or a page with heat maps to this .html file.",
 )
-@click.option("--all", "every", is_flag=True, help="A row for every layer, not for the most sensitive ones alone.")
+@click.option("--all", "all_layers", is_flag=True, help="A row for every layer, not for the most sensitive ones alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sensitivity(
     model: str,
@@ -80,7 +80,7 @@ def sensitivity(
     device: str,
     work: Path,
     out: Path | None,
-    every: bool,
+    all_layers: bool,
     as_json: bool,
 ) -> None:
     """Measure each CHOICE in each layer of MODEL alone: KL divergence from MODEL, in nats per token.
@@ -92,7 +92,7 @@ def sensitivity(
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
         from compress.report.sensitivity import html
-    found = measure(
+    sensitivities = measure(
         model,
         choices,
         level=level,
@@ -104,33 +104,37 @@ def sensitivity(
         work=work,
         progress=True,
     )
-    allocated = None if bits is None else allocate(found, bits)
+    allocated = None if bits is None else allocate(sensitivities, bits)
     if out is not None:
-        write_text(out, html(found) if out.suffix == ".html" else found.model_dump_json(indent=1) + "\n")
+        write_text(
+            out, html(sensitivities) if out.suffix == ".html" else sensitivities.model_dump_json(indent=1) + "\n"
+        )
     spelled = None
     if allocated is not None:
         spelled = {type(allocated).key(): allocated.model_dump(mode="json", exclude_defaults=True)}
     if as_json:
-        print_json(found.model_dump(mode="json") | ({} if spelled is None else {"passes": [spelled]}))
+        print_json(sensitivities.model_dump(mode="json") | ({} if spelled is None else {"passes": [spelled]}))
         return
-    _print(found, every)
+    _print(sensitivities, all_layers)
     if spelled is not None:
         import yaml
 
         click.echo(yaml.safe_dump({"passes": [spelled]}, sort_keys=False, width=120), nl=False)
 
 
-def _print(found: Sensitivities, every: bool) -> None:
-    choices, table = list(found.choices), found.by_name()
-    if not every:
-        rows = [(kind, *(f"{costs[choice]:.2e}" for choice in choices)) for kind, costs in found.by_kind().items()]
-        title = f"{found.model}: mean KL of one {found.level} alone, nats per token"
-        print_table(title, (f"kind of {found.level}", *choices), rows)
-        table = dict(sorted(table.items(), key=lambda item: -max(one.kl for one in item[1].values()))[:SHOWN])
+def _print(sensitivities: Sensitivities, all_layers: bool) -> None:
+    choices, table = list(sensitivities.choices), sensitivities.by_name()
+    if not all_layers:
+        rows = [
+            (kind, *(f"{costs[choice]:.2e}" for choice in choices)) for kind, costs in sensitivities.by_kind().items()
+        ]
+        title = f"{sensitivities.model}: mean KL of one {sensitivities.level} alone, nats per token"
+        print_table(title, (f"kind of {sensitivities.level}", *choices), rows)
+        table = dict(sorted(table.items(), key=lambda item: -max(cell.kl for cell in item[1].values()))[:SHOWN])
     rows = [(name, *(_cell(row[choice]) for choice in choices)) for name, row in table.items()]
-    title = f"{'all' if every else 'the most sensitive'} {found.level}s: KL, standard error"
-    print_table(title, (found.level, *choices), rows)
+    title = f"{'all' if all_layers else 'the most sensitive'} {sensitivities.level}s: KL, standard error"
+    print_table(title, (sensitivities.level, *choices), rows)
 
 
-def _cell(one: Sensitivity) -> str:
-    return f"{one.kl:.2e} ± {one.kl_stderr or 0:.1e}"
+def _cell(cell: Sensitivity) -> str:
+    return f"{cell.kl:.2e} ± {cell.kl_stderr or 0:.1e}"

@@ -1,4 +1,4 @@
-"""Print what commands found: tables on standard output."""
+"""Print results of commands: tables on standard output."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     click.echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
 
 
-def print_plan(planned: Plan, every: bool) -> None:
-    """Print a plan by kinds of layers, or with a row for every layer."""
+def print_plan(planned: Plan, all_modules: bool) -> None:
+    """Print a plan, with a row for each kind of layer or for each layer."""
     head = ("module", "out x in", "passes", "stored as", "bytes")
     rows = [
         (
@@ -58,18 +58,20 @@ def print_plan(planned: Plan, every: bool) -> None:
             group.scheme.text,
             f"{group.size_bytes}",
         )
-        for group in (planned.layers if every else planned.groups())
+        for group in (planned.layers if all_modules else planned.groups())
     ]
-    if not every:
+    if not all_modules:
         head = ("modules", "count", *head[1:])
         counts = [f"{group.count}" for group in planned.groups()]
-        rows = [(name, count, *rest) for count, (name, *rest) in zip(counts, rows, strict=True)]
+        rows = [(name, count, *cells) for count, (name, *cells) in zip(counts, rows, strict=True)]
     print_table("", head, rows)
     for note in planned.notes:
         click.echo(f"note: {note}")
     click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
-    each = planned.process_bytes
-    several = "" if each is None else f"; {each / 1e6:.0f} MB in each process, if a launcher starts several"
+    process_bytes = planned.process_bytes
+    several = (
+        "" if process_bytes is None else f"; {process_bytes / 1e6:.0f} MB in each process, if a launcher starts several"
+    )
     click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries{several}")
     for need in () if planned.fit is None else planned.fit.needs:
         click.echo(f"  {need.where}: {need.size_bytes / 1e6:.0f} MB ({need.text})")
@@ -77,17 +79,17 @@ def print_plan(planned: Plan, every: bool) -> None:
 
 
 def time_of(planned: Plan) -> str:
-    """The predicted time in words."""
-    found = planned.timing
-    if found is None:
+    """Return the predicted time in words."""
+    timing = planned.timing
+    if timing is None:
         return "time: not measured on this machine yet; --time runs the passes on one block and predicts it"
-    parts = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in found.phases.items())
-    total = f"about {in_words(found.seconds)} on this machine ({parts})" if parts else "unknown"
-    return f"time: {total}" + "".join(f"; without {one}" if parts else f"; {one}" for one in found.unknown)
+    parts = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in timing.phases.items())
+    total = f"about {in_words(timing.seconds)} on this machine ({parts})" if parts else "unknown"
+    return f"time: {total}" + "".join(f"; without {phase}" if parts else f"; {phase}" for phase in timing.unknown)
 
 
 def in_words(seconds: float) -> str:
-    """Seconds with a unit that suits them."""
+    """Format seconds with a suitable unit."""
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

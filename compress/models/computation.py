@@ -12,28 +12,34 @@ from compress.numerics.dtypes import DTYPES, dtype_name, fast_dtype
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtype of computation, and that of the checkpoint if 'auto' chooses a wider one for the computation.
+    """Return the dtype of computation, and that of the checkpoint if 'auto' chooses a wider one.
 
-    dtype: a name, or 'auto': that of the configuration, float32 when it has none, and float32 instead of bfloat16 on a
-    processor that computes bfloat16 slowly (`fast_dtype`). Raises ModelError.
+    Args:
+        config: configuration of the model.
+        dtype: a name, or 'auto': the dtype of the configuration, or float32 if it has none or if it is bfloat16 and the
+            processor computes bfloat16 slowly (`fast_dtype`).
+        device: device of computation.
+
+    Raises:
+        ModelError: if the dtype is unknown.
     """
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
         return DTYPES[dtype], None
-    named = getattr(config, "dtype", None)
-    if isinstance(named, torch.dtype) and named not in DTYPES.values():
-        known = ", ".join(DTYPES)
+    stated = getattr(config, "dtype", None)
+    if isinstance(stated, torch.dtype) and stated not in DTYPES.values():
+        names = ", ".join(DTYPES)
         raise ModelError(
-            f"model: config.json states the dtype {dtype_name(named)}; choose a dtype of computation: {known}"
+            f"model: config.json states the dtype {dtype_name(stated)}; choose a dtype of computation: {names}"
         )
-    found = named if isinstance(named, torch.dtype) else torch.float32
-    fast = fast_dtype(found, device)
-    return fast, None if fast == found else found
+    dtype_of_config = stated if isinstance(stated, torch.dtype) else torch.float32
+    fast = fast_dtype(dtype_of_config, device)
+    return fast, None if fast == dtype_of_config else dtype_of_config
 
 
 def inference_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of activations where `auto` computes a packed model in `compute`.
+    """Return the dtype of activations where `auto` computes a packed model in `compute`.
 
     On a CPU with kernels it is float32 instead of bfloat16: kernels multiply weights as they are stored, so only
     activations are wider, and torch's attention of one token takes a tenth of the time that it takes in bfloat16.
@@ -52,18 +58,18 @@ def remember_storage(model: PreTrainedModel, stored: torch.dtype) -> None:
 
 
 def widened_from(model: PreTrainedModel) -> torch.dtype | None:
-    """The dtype of the checkpoint of a model whose activations are wider; None for another model."""
-    found: torch.dtype | None = vars(model).get(STORAGE)
-    return found
+    """Return the dtype of the checkpoint of a model whose activations are wider; None for another model."""
+    dtype: torch.dtype | None = vars(model).get(STORAGE)
+    return dtype
 
 
 def storage_of(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which scales and dense tensors of a model are stored if nothing else is asked for."""
+    """Return the default dtype in which scales and dense tensors of a model are stored."""
     return widened_from(model) or next(model.parameters()).dtype
 
 
 def widened(stored: torch.dtype | None) -> list[str]:
-    """A note about a computation in float32 where the checkpoint is in `stored`; none if that is None."""
+    """Return a note about a computation in float32 where the checkpoint is in `stored`; none if that is None."""
     if stored is None:
         return []
     name = dtype_name(stored)

@@ -36,8 +36,11 @@ ROUTED: ContextVar[Tensor | None] = ContextVar("ROUTED", default=None)
 class ExpertLayout:
     """How the 3-D parameters of experts hold linears.
 
-    up, down: the names of the two parameters. transposed: whether they are [experts, in, out]. names: for each
-    parameter, the names of the linears that its rows are split into, evenly.
+    Attributes:
+        up: name of the parameter of the first matrices.
+        down: name of the parameter of the second matrices.
+        transposed: whether the parameters are [experts, in, out].
+        names: for each parameter, the names of the linears that its rows are split into, evenly.
     """
 
     up: str
@@ -58,13 +61,13 @@ class Expert(nn.Module):
             self.add_module(name, linear)
 
     def forward(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
-        """The expert's output for its tokens."""
+        """Return the expert's output for its tokens."""
         hidden = torch.cat([self.get_submodule(name)(x) for name in self.into], dim=-1)
         return self.get_submodule(self.out)(_activation(self.shell)(hidden))
 
     @staticmethod
     def probe(expert: nn.Module) -> Float[Tensor, "tokens width"]:
-        """The output of an expert (or of a copy) for a few random tokens, for verification."""
+        """Return the output of an expert (or of a copy) for a few random tokens, for verification."""
         assert isinstance(expert, Expert)
         layer = CompressedLinear.of(expert.get_submodule(expert.into[0]))
         draw = torch.Generator().manual_seed(0)
@@ -75,45 +78,47 @@ class Expert(nn.Module):
 class Experts(nn.Module):
     """Opened experts, by number. The arguments are those of the original: tokens, expert numbers, expert weights.
 
-    all_tokens: every expert sees all tokens, with an equal weight in addition to the router's. Probes and verifications
-    use this to run every expert and to see every change of the routing. unrouted: every expert computes all tokens, and
-    the output is that of the routed ones, for comparisons with a model that routes tokens to other experts. named:
-    transformers reads the linears under these names.
+    Attributes:
+        named: whether transformers reads the linears under these names.
+        all_tokens: whether every expert sees all tokens, with an equal weight in addition to the router's. Probes and
+            verifications use this to run every expert and to see every change of the routing.
+        unrouted: whether every expert computes all tokens, while the output is that of the routed ones, for comparisons
+            with a model that routes tokens to other experts.
     """
 
-    def __init__(self, experts: Sequence[Expert], named: bool) -> None:
+    def __init__(self, experts: Sequence[Expert], has_stored_names: bool) -> None:
         super().__init__()
         for number, expert in enumerate(experts):
             self.add_module(str(number), expert)
         self.count = len(experts)
-        self.named = named
+        self.named = has_stored_names
         self.all_tokens = False
         self.unrouted = False
 
     def expert(self, number: int) -> Expert:
-        """The expert with this number."""
-        found = self.get_submodule(str(number))
-        assert isinstance(found, Expert)
-        return found
+        """Return the expert with this number."""
+        expert = self.get_submodule(str(number))
+        assert isinstance(expert, Expert)
+        return expert
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "tokens width"]:
-        """The weighted sum of the chosen experts' outputs; arguments are identified by dtype and shape."""
+        """Return the weighted sum of the chosen experts' outputs; arguments are identified by dtype and shape."""
         x, chosen, weights = roles((*args, *kwargs.values()))
         output = torch.zeros_like(x)
         for number in range(self.count):
             if self.all_tokens:
                 weight = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True) + 1 / self.count
-                found = self.expert(number)(x.clone())  # a separate tensor, as the chosen tokens are
-                output += (found * weight).to(output.dtype)
+                expert_output = self.expert(number)(x.clone())  # a separate tensor, as the chosen tokens are
+                output += (expert_output * weight).to(output.dtype)
                 continue
             token, place = torch.where(chosen == number)
             if self.unrouted:
-                every = self.expert(number)(x.clone())
-                output.index_add_(0, token, (every[token] * weights[token, place, None]).to(output.dtype))
+                all_outputs = self.expert(number)(x.clone())
+                output.index_add_(0, token, (all_outputs[token] * weights[token, place, None]).to(output.dtype))
             elif len(token):
                 ROUTED.set(token)
-                found = self.expert(number)(x[token]) * weights[token, place, None]
-                output.index_add_(0, token, found.to(output.dtype))
+                expert_output = self.expert(number)(x[token]) * weights[token, place, None]
+                output.index_add_(0, token, expert_output.to(output.dtype))
         return output
 
 
@@ -125,7 +130,7 @@ def roles(tensors: Sequence[Tensor]) -> tuple[Tensor, Int[Tensor, "tokens k"], F
 
 
 def _activation(shell: Any) -> Callable[[Tensor], Tensor]:
-    """The function between an expert's two matrices, by transformers' interface of experts."""
+    """Return the function between an expert's two matrices, by transformers' interface of experts."""
     return shell._apply_gate if getattr(shell, "has_gate", True) and hasattr(shell, "_apply_gate") else shell.act_fn
 
 
@@ -135,34 +140,34 @@ def _floating(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def exercised(module: nn.Module) -> Iterator[None]:
-    """Route every token to every expert below a module in the meantime, so that probes reach all experts."""
-    found = [child for child in module.modules() if isinstance(child, Experts)]
-    for child in found:
+    """Route every token to every expert below a module in the context, so that probes reach all experts."""
+    experts = [child for child in module.modules() if isinstance(child, Experts)]
+    for child in experts:
         child.all_tokens = True
     try:
         yield
     finally:
-        for child in found:
+        for child in experts:
             child.all_tokens = False
 
 
 def unroute(block: nn.Module) -> None:
-    """Let every expert below a module compute all tokens; the output stays that of the routed ones."""
+    """Make every expert below a module compute all tokens; the output stays that of the routed ones."""
     for child in block.modules():
         if isinstance(child, Experts):
             child.unrouted = True
 
 
 def in_experts(block: nn.Module) -> dict[str, Expert]:
-    """Every opened expert below a module, by name."""
+    """Return every opened expert below a module, by name."""
     return {name: child for name, child in block.named_modules() if isinstance(child, Expert)}
 
 
 def open_experts(model: nn.Module) -> list[str]:
-    """Replace, in place, every set of experts by its opened form; weights may be on the meta device.
+    """Replace every set of experts in place by its opened form; weights may be on the meta device.
 
-    Returns a note for every module with experts that could not be opened; the weights of such a module are not
-    compressed.
+    Returns:
+        A note for each module with experts that could not be opened; its weights are not compressed.
     """
     notes: list[str] = []
     proved: dict[tuple[object, ...], str | None] = {}
@@ -174,9 +179,9 @@ def open_experts(model: nn.Module) -> list[str]:
         for layout in layouts:
             if (*key, layout.transposed) not in proved:
                 proved[(*key, layout.transposed)] = _refuted(module, layout)
-        held = [layout for layout in layouts if proved[(*key, layout.transposed)] is None]
-        if held:
-            model.set_submodule(name, _opened(module, held[0], named=held[0].up in names))
+        valid_layouts = [layout for layout in layouts if proved[(*key, layout.transposed)] is None]
+        if valid_layouts:
+            model.set_submodule(name, _opened(module, valid_layouts[0], has_stored_names=valid_layouts[0].up in names))
         else:
             reason = proved[(*key, layouts[0].transposed)] if layouts else "they are not two matrices for each expert"
             notes.append(f"{name}: its 3-D weights are not compressed: {reason}")
@@ -184,15 +189,17 @@ def open_experts(model: nn.Module) -> list[str]:
 
 
 def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[ExpertLayout] | None:
-    """The possible layouts of a module with experts; None when the module does not look like one."""
-    own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
-    cubes = [name for name, p in own.items() if p.dim() == 3]
-    if len(cubes) != 2 or own[cubes[0]].shape[0] != own[cubes[1]].shape[0] or own[cubes[0]].shape[0] == 1:
-        return None  # one matrix each: position embeddings and the like
+    """Return the possible layouts of a module with experts; None when the module does not look like one."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
+    cubes = [name for name, p in parameters.items() if p.dim() == 3]
+    if len(cubes) != 2:
+        return None
     up, down = cubes
-    (_, a, b), (_, c, d) = own[up].shape, own[down].shape
+    (count, a, b), (down_count, c, d) = parameters[up].shape, parameters[down].shape
+    if count != down_count or count == 1:
+        return None  # one matrix each: position embeddings and the like
     biases = {f"{name}_bias" for name in cubes}
-    extra = set(own) - set(cubes) - biases or any(True for child in module.children() for _ in child.parameters())
+    extra = parameters.keys() - cubes - biases or any(True for child in module.children() for _ in child.parameters())
     flat = [flipped for flipped, fits in ((False, b == c), (True, a == d)) if fits]
     if extra or not flat:
         return []
@@ -200,8 +207,8 @@ def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Expe
     return [ExpertLayout(up, down, transposed, split) for transposed in flat]
 
 
-def _opened(module: nn.Module, layout: ExpertLayout, named: bool) -> Experts:
-    """The opened form of a module; its linears are views of the module's parameters."""
+def _opened(module: nn.Module, layout: ExpertLayout, has_stored_names: bool) -> Experts:
+    """Return the opened form of a module; its linears are views of the module's parameters."""
     shell = copy.copy(module)
     shell.__dict__["_parameters"] = {}
     count = module.get_parameter(layout.up).shape[0]
@@ -215,11 +222,11 @@ def _opened(module: nn.Module, layout: ExpertLayout, named: bool) -> Experts:
             for name, rows, offset in zip(parts, matrix.chunk(len(parts)), shift, strict=True):
                 linears[number][name] = _linear(rows, offset)
     out = layout.names[layout.down][0]
-    return Experts([Expert(shell, found, out) for found in linears], named)
+    return Experts([Expert(shell, linears_of_expert, out) for linears_of_expert in linears], has_stored_names)
 
 
 def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
-    """A linear that shares its tensors with the module they come from."""
+    """Return a linear that shares its tensors with the module they come from."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -228,18 +235,18 @@ def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
 
 
 def _refuted(module: nn.Module, layout: ExpertLayout) -> str | None:
-    """Why the opened form computes another function, tested on a small random copy; None when it is the same."""
+    """Return why the opened form computes another function, tested on a small random copy; None if it is the same."""
     small = copy.copy(module)
     small.__dict__.pop("forward", None)  # a forward that was wrapped in place would use the original's weights
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    unit = math.gcd(*(size for p in own.values() for size in p.shape[1:]))
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    unit = math.gcd(*(size for p in parameters.values() for size in p.shape[1:]))
     draw = torch.Generator().manual_seed(0)
     small.__dict__["_parameters"] = {
         name: nn.Parameter(
             torch.randn(p.shape[0], *(size // unit * PROOF_UNIT for size in p.shape[1:]), generator=draw) / 4,
             requires_grad=False,
         )
-        for name, p in own.items()
+        for name, p in parameters.items()
     }
     count, *sides = small.get_parameter(layout.up).shape
     width = sides[0] if layout.transposed else sides[1]
@@ -257,8 +264,8 @@ def _refuted(module: nn.Module, layout: ExpertLayout) -> str | None:
 
 
 def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """3-D parameter -> the names of one expert's linears that transformers merges into it when loading a checkpoint."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return 3-D parameter -> names of the linears of one expert that transformers merges into it on loading."""
+    names_by_parameter: dict[str, tuple[str, ...]] = {}
     for converter in _conversions(model):
         kinds = {type(operation) for operation in getattr(converter, "operations", ())}
         if not isinstance(converter, WeightConverter) or MergeModulelist not in kinds:
@@ -266,20 +273,20 @@ def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if kinds <= {MergeModulelist, Concatenate} and len(converter.target_patterns) == 1:
             leaves = [pattern.removesuffix(".weight").rpartition(".")[2] for pattern in converter.source_patterns]
             if len(set(leaves)) == len(leaves) and all(leaf.isidentifier() for leaf in leaves):
-                found.setdefault(converter.target_patterns[0].rpartition(".")[2], tuple(leaves))
-    return found
+                names_by_parameter.setdefault(converter.target_patterns[0].rpartition(".")[2], tuple(leaves))
+    return names_by_parameter
 
 
 def renamed(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:
-    """Stored tensor name -> its name in the model by transformers' renaming rules."""
+    """Return stored tensor name -> name in the model, by transformers' renaming rules."""
     renamings = [rule for rule in _conversions(model) if isinstance(rule, WeightRenaming)]
-    found = {}
+    new_names = {}
     for name in stored:
         new = name
         for rule in renamings:
             new, _ = rule.rename_source_key(new)
-        found[name] = new
-    return found
+        new_names[name] = new
+    return new_names
 
 
 def _conversions(model: nn.Module) -> list[object]:

@@ -18,5 +18,8 @@ def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity; unlike `isfinite`, this allocates no tensor of its size."""
+    """Return whether a tensor holds neither NaN nor infinity.
+
+    Unlike `isfinite`, this allocates no tensor of its size.
+    """
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())

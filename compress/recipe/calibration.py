@@ -1,4 +1,4 @@
-"""The texts of a recipe: one text, or a mixture with weights, for calibration; several texts for evaluation."""
+"""The texts of a recipe: one text or a weighted mixture for calibration, several texts for evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeightedText(TextSource):
 
 
 def _read(kind: type[Text], spelled: Any, index: int) -> Text:
-    """A text of a list, so that its mistakes have the place in the list."""
+    """Validate an item of a list of texts; an error has the place of the item in the list."""
     try:
         return kind.model_validate({"source": spelled} if isinstance(spelled, str) else spelled)
     except ValidationError as error:
@@ -39,7 +39,7 @@ def _mixture(value: Any) -> Any:
 
 
 def _evaluated(value: Any) -> Any:
-    """Texts of an evaluation; a name alone stays a name."""
+    """Validate the texts of an evaluation; a plain name stays a name."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return value
     return tuple(_read(TextSource, item, i) if isinstance(item, Mapping) else item for i, item in enumerate(value))
@@ -78,17 +78,17 @@ class Calibration(Options, TextSource):
     def _useless(self) -> dict[str, str]:
         if self.mixture is None:
             return super()._useless()
-        own = set(TextSource.model_fields) - set(self.kinds)
-        return dict.fromkeys(sorted(own), "a mixture has this option in each of its texts")
+        names = set(TextSource.model_fields) - set(self.kinds)
+        return dict.fromkeys(sorted(names), "a mixture has this option in each of its texts")
 
     def texts(self) -> list[tuple[TextSource, int | None]]:
-        """The texts, and the number of sequences of each; None: all sequences of a .npy file."""
+        """Return each text with its number of sequences; None: all sequences of a .npy file."""
         if self.mixture is None:
             return [(self, self.sequences)]
         assert self.sequences is not None
         return list(zip(self.mixture, shares([text.weight for text in self.mixture], self.sequences), strict=True))
 
     def with_source(self, source: str) -> Calibration:
-        """The same shape with another text, in place of the source, the data set or the mixture."""
-        kept = {name: getattr(self, name) for name in ("sequences", "length", "batch")}
-        return Calibration(source=source, **kept)
+        """Return the same shape with another text in place of the source, the data set or the mixture."""
+        shape = {name: getattr(self, name) for name in ("sequences", "length", "batch")}
+        return Calibration(source=source, **shape)

@@ -19,7 +19,7 @@ from compress.recipe.plugins import available
 
 
 def page_of(key: str, step: type[Pass]) -> PassPage:
-    """The page of a class under its key in recipes."""
+    """Return the page of a class under its key in recipes."""
     return PassPage.of_values(
         key,
         {
@@ -37,29 +37,31 @@ def page_of(key: str, step: type[Pass]) -> PassPage:
 
 
 def pages_of_all(plugins: Sequence[str]) -> dict[str, Callable[[], PassPage]]:
-    """What makes the page of every pass, by key; those of installed packages and of plugin files, too.
+    """Return, by key, a function that makes the page of each pass: built-in, installed and from plugin files.
 
-    Raises RecipeError for a plugin that cannot be loaded.
+    Raises:
+        RecipeError: if a plugin cannot be loaded.
     """
     return {key: partial(page_of, key, step) for key, step in available(plugins).items()}
 
 
 def summary_of(step: type[Pass]) -> str:
-    """The first line of the documentation of a pass."""
+    """Return the first line of the docstring of a pass."""
     return inspect.cleandoc(step.__doc__ or "").partition("\n")[0].strip()
 
 
 class _AnyValue(GenerateJsonSchema):
-    """Types with a validator alone take any value in the schema; the description of the option tells more."""
+    """JSON schema in which a type that only has a validator accepts any value; the option's description says more."""
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
         return {}
 
 
 def options_of(step: type[BaseModel], within: str = "") -> Iterator[Option]:
-    """The options of a pass in the order of the class; `name.option` for those of an option that is a mapping of them.
+    """Yield the options of a pass in the order of the class, nested options as `name.option`.
 
-    within: the name of that mapping, with its dot.
+    Args:
+        within: prefix of nested options: the name of the outer option with its dot.
     """
     for name, field in step.model_fields.items():
         adapter = TypeAdapter[Any](field.rebuild_annotation())
@@ -74,17 +76,17 @@ def options_of(step: type[BaseModel], within: str = "") -> Iterator[Option]:
                 yield from options_of(kind, f"{within}{name}.")
 
 
-def _words(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """The alternatives of a JSON schema in words; none where the schema takes anything."""
+def _words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the alternatives of a JSON schema in words; nothing for a schema that accepts any value."""
     if "$ref" in schema:
-        yield from _words(known[schema["$ref"].rpartition("/")[2]], known)
+        yield from _words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     elif "anyOf" in schema or "oneOf" in schema:
-        for one in schema.get("anyOf", schema.get("oneOf")):
-            yield from _words(one, known)
+        for alternative in schema.get("anyOf", schema.get("oneOf")):
+            yield from _words(alternative, definitions)
     elif "const" in schema or "enum" in schema:
         yield ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
     elif "type" in schema:
-        items = "".join(_words(schema.get("items", {}), known)) if "enum" in schema.get("items", {}) else ""
+        items = "".join(_words(schema.get("items", {}), definitions)) if "enum" in schema.get("items", {}) else ""
         kind: str = schema["type"]
         yield _TYPES.get(kind, kind) + (f" of {items}" if items else "") + _range(schema)
 

@@ -1,4 +1,4 @@
-"""What is measured of a model: texts, tasks and generation, as recipes spell it under `eval` and suites as a whole."""
+"""The evaluation of a model: texts, tasks and generation, as stated under `eval` of a recipe or in a suite."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class QualityLimits(Options):
 class Evaluate(Options):
     """The evaluation of the reloaded checkpoint and of the base model.
 
-    It is spelled as a mapping of options, as the name of a suite, or as a mapping with `suite: NAME` whose other
+    A recipe states it as a mapping of options, as the name of a suite, or as a mapping with `suite: NAME` whose other
     options replace those of the suite.
     """
 
     @classmethod
     def key(cls) -> str:
-        """The key in a recipe."""
+        """Return the key in a recipe."""
         return "eval"
 
     perplexity: EvaluatedTexts = Field(
@@ -97,36 +97,41 @@ class Evaluate(Options):
     @classmethod
     def _with_suite(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Accept the name of a suite, alone or among the options."""
-        given = {SUITE: values} if isinstance(values, str) else values
-        if not isinstance(given, Mapping) or SUITE not in given:
+        options = {SUITE: values} if isinstance(values, str) else values
+        if not isinstance(options, Mapping) or SUITE not in options:
             return handler(values)
-        own = {key: value for key, value in given.items() if key != SUITE}
+        changes = {key: value for key, value in options.items() if key != SUITE}
         try:
-            usual = suite_values(given[SUITE])
+            suite_options = suite_values(options[SUITE])
         except RecipeError as error:
             raise OptionError((SUITE,), str(error)) from error
-        return handler(usual | own).stated(own)
+        return handler(suite_options | changes).stated(changes)
 
-    def stated(self, own: Mapping[str, Any]) -> Self:
-        """The same evaluation, of whose options for prompts only `own` count as stated."""
-        self.model_fields_set.difference_update(set(PROMPTED) - set(own))
+    def stated(self, changes: Mapping[str, Any]) -> Self:
+        """Return the same evaluation in which only `changes` count as stated among the options for prompts."""
+        self.model_fields_set.difference_update(set(PROMPTED) - set(changes))
         return self
 
     def texts_for(self, head: bool, model: str) -> tuple[TextSource | str, ...]:
-        """The texts for a model with or without a language-model head. model: in the words of an error.
+        """Return the texts for a model with or without a language-model head.
 
-        Raises RecipeError where only texts for the other kind of models are written.
+        Args:
+            head: whether the model has a language-model head.
+            model: description of the model, the subject of the error message.
+
+        Raises:
+            RecipeError: if only texts for the other kind of models are stated.
         """
-        wanted, other = ("perplexity", "agreement") if head else ("agreement", "perplexity")
-        if other in self.model_fields_set and wanted not in self.model_fields_set:
-            written: tuple[TextSource | str, ...] = getattr(self, other)
+        expected, wrong = ("perplexity", "agreement") if head else ("agreement", "perplexity")
+        if wrong in self.model_fields_set and expected not in self.model_fields_set:
+            written: tuple[TextSource | str, ...] = getattr(self, wrong)
             if written:
                 texts = ", ".join(as_source(text).label for text in written)
                 reason = "so its loss is measured" if head else "which has no perplexity"
-                message = f"eval: {model}, {reason}; write {wanted}: [{texts}] instead of {other}"
-                raise RecipeError(message, ("eval", other))
+                message = f"eval: {model}, {reason}; write {expected}: [{texts}] instead of {wrong}"
+                raise RecipeError(message, ("eval", wrong))
             return ()
-        return getattr(self, wanted)
+        return getattr(self, expected)
 
     @field_validator("perplexity", "agreement")
     @classmethod
@@ -157,19 +162,26 @@ class Evaluate(Options):
 
 @cache
 def suites() -> dict[str, str]:
-    """The YAML text of every suite by name."""
+    """Return the YAML text of every suite by name."""
     folder = files("compress.recipe").joinpath("suites")
-    found = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
-    return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in found}
+    suite_files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in suite_files}
 
 
 def suite_values(name: Any) -> dict[str, Any]:
-    """The plain values of a suite: one of `suites`, or a YAML file. Raises RecipeError."""
-    known = suites()
-    if isinstance(name, str) and name in known:
-        return yaml.safe_load(known[name])
+    """Return the plain values of a suite.
+
+    Args:
+        name: name of a built-in suite or path of a YAML file.
+
+    Raises:
+        RecipeError: if there is no such suite or its file is not a mapping of options.
+    """
+    text_by_name = suites()
+    if isinstance(name, str) and name in text_by_name:
+        return yaml.safe_load(text_by_name[name])
     if not isinstance(name, str) or not name.endswith((".yaml", ".yml")):
-        near = did_you_mean(str(name), known)
+        near = did_you_mean(str(name), text_by_name)
         raise RecipeError(f"suite {name!r} is not known{near}; or write the path of a YAML file")
     try:
         values = compose(read_file(Path(name)), name)[0]
@@ -181,7 +193,11 @@ def suite_values(name: Any) -> dict[str, Any]:
 
 
 def read_suite(name: str, **changes: Any) -> Evaluate:
-    """The evaluation of a suite, with some options changed. Raises RecipeError."""
+    """Return the evaluation of a suite with some options changed.
+
+    Raises:
+        RecipeError: if the suite is unknown or an option is invalid.
+    """
     try:
         return Evaluate.model_validate({**suite_values(name), **changes}).stated(changes)
     except ValidationError as error:

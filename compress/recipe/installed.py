@@ -11,8 +11,8 @@ GROUP = "compress.passes"
 
 @cache
 def installed() -> dict[str, list[EntryPoint]]:
-    """The entry points of installed packages by name; nothing is loaded."""
-    found: dict[str, list[EntryPoint]] = {}
+    """Return the entry points of installed packages by name, without loading them."""
+    points_by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found
+        points_by_name.setdefault(point.name, []).append(point)
+    return points_by_name

@@ -20,7 +20,11 @@ HEAD = ("row", "passes", "perplexity", "seconds", "peak MB", "bits per weight")
 class Row:
     """One measured chain of passes.
 
-    passes: as a recipe spells them. seconds, peak_mb, bits (per weight): None where they were not measured.
+    Attributes:
+        passes: as a recipe spells them.
+        seconds: duration of the run; None if not measured.
+        peak_mb: peak memory in MB; None if not measured.
+        bits: bits per weight; None if not measured.
     """
 
     name: str
@@ -32,11 +36,11 @@ class Row:
     bits: float | None = None
 
     def has(self, key: str) -> bool:
-        """Whether the chain contains a pass, by its key."""
+        """Return whether the chain contains a pass, by its key."""
         return any(key in step for step in self.passes)
 
     def cells(self) -> tuple[str, ...]:
-        """The row of a table with `HEAD`."""
+        """Return the cells of a table row with the columns of `HEAD`."""
         label = f"`{self.name}`" + (f", {self.note}" if self.note else "")
         chain = ", ".join(f"`{spelled(step)}`" for step in self.passes)
         figures = (self.seconds, self.peak_mb, self.bits)
@@ -45,7 +49,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that were measured alike. text: what they have in common."""
+    """Rows that were measured in the same way.
+
+    Attributes:
+        text: what the rows have in common.
+    """
 
     name: str
     text: str
@@ -54,7 +62,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Measured:
-    """All tables. protocol: model, text and calibration. uncompressed: the model's perplexity on that text."""
+    """All tables of measured rows.
+
+    Attributes:
+        protocol: model, text and calibration.
+        uncompressed: perplexity of the uncompressed model on that text.
+    """
 
     protocol: str
     uncompressed: float
@@ -63,7 +76,7 @@ class Measured:
 
 @cache
 def measured() -> Measured:
-    """The tables of `measured.yaml`."""
+    """Read the tables of `measured.yaml`."""
     values = yaml.safe_load(files("compress.recipe").joinpath("measured.yaml").read_text(encoding="utf-8"))
     tables = (
         Table(name, table["text"], tuple(Row(**{**row, "passes": tuple(row["passes"])}) for row in table["rows"]))
@@ -73,18 +86,17 @@ def measured() -> Measured:
 
 
 def rows_of(key: str) -> list[tuple[Table, list[Row]]]:
-    """The tables that contain chains with a pass, each with these rows."""
-    found = [(table, [row for row in table.rows if row.has(key)]) for table in measured().tables]
-    return [(table, rows) for table, rows in found if rows]
+    """Return the tables that contain chains with a pass, each with these rows."""
+    return [(table, rows) for table in measured().tables if (rows := [row for row in table.rows if row.has(key)])]
 
 
 def figure(perplexity: float) -> str:
-    """A perplexity with two decimals, from 100 on with four digits or as a whole number."""
+    """Format a perplexity with two decimals, or with one from 100 on."""
     return f"{perplexity:.2f}" if perplexity < 100 else f"{perplexity:.1f}".removesuffix(".0")
 
 
 def spelled(step: Mapping[str, Any]) -> str:
-    """A pass in one line of YAML: gptq: {weights: int4}."""
+    """Format a pass as one line of YAML: gptq: {weights: int4}."""
     [(key, options)] = step.items()
     text = yaml.safe_dump(options, default_flow_style=True, sort_keys=False, width=10_000).strip()
     return f"{key}: {text}" if options else key

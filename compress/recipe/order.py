@@ -13,32 +13,38 @@ DISJOINT = "remove one of the two, or give them disjoint targets"
 
 
 def label(index: int, step: Pass) -> str:
-    """The name of a pass in errors and reports: 'passes[1] gptq'."""
+    """Return the name of a pass in errors and reports: 'passes[1] gptq'."""
     return f"passes[{index}] {step.key()}"
 
 
 def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
-    """Raise RecipeError when a pass lacks a fact that it needs before or after it, or follows one that it excludes.
+    """Check that each pass has the facts it needs before and after it, and follows no pass that it excludes.
 
-    begun: the model is the result of earlier passes, so a missing fact is no mistake yet. When two passes may work on
-    different layers, `pipeline.resolve` checks them layer by layer, with the model open.
+    When two passes may work on different layers, `pipeline.resolve` checks them layer by layer, with the model open.
+
+    Args:
+        passes: passes of a recipe in their order.
+        begun: whether the model is the result of earlier passes, so that a missing fact is not an error yet.
+
+    Raises:
+        RecipeError: if the order is impossible.
     """
-    made: list[tuple[str, Pass]] = []
+    earlier_passes: list[tuple[str, Pass]] = []
     for index, step in enumerate(passes):
-        for before, earlier in made:
+        for earlier_label, earlier in earlier_passes:
             for fact in sorted(step.never_after & _facts(earlier)):
                 if _surely_meet(earlier, step):
-                    message = f"the layers are already {in_words(fact)} by {before}; put {step.key()} before it"
+                    words = in_words(fact)
+                    message = f"the layers are already {words} by {earlier_label}; put {step.key()} before it"
                     if fact in _facts(step):
-                        message = (
-                            f"the same layers would be {in_words(fact)} twice, by {before} and by this pass; {DISJOINT}"
-                        )
+                        twice = f"twice, by {earlier_label} and by this pass"
+                        message = f"the same layers would be {words} {twice}; {DISJOINT}"
                     raise recipe_error(("passes", index, step.key()), message)
         for fact in sorted(step.after):
-            if not begun and not any(fact in _facts(earlier) for _, earlier in made):
+            if not begun and not any(fact in _facts(earlier) for _, earlier in earlier_passes):
                 message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
                 raise recipe_error(("passes", index, step.key()), message)
-        made.append((label(index, step), step))
+        earlier_passes.append((label(index, step), step))
     for index, step in enumerate(passes):
         prepares = step.effects(ANY_LAYER).prepares
         if prepares is not None and not any(prepares.fact in _facts(later) for later in passes[index + 1 :]):
@@ -50,28 +56,28 @@ def _facts(step: Pass) -> frozenset[Fact]:
 
 
 def unprepared(fact: Fact) -> str:
-    """The mistake of a preparation that no pass follows."""
+    """Return the error message for a preparation that no later pass uses."""
     return f"it is a preparation, but no later pass makes the model {in_words(fact)}; put one that does so after it"
 
 
-def _surely_meet(first: Pass, second: Pass) -> bool:
-    """Whether two passes share a layer in every model: one targets all blocks, or both have the same targets."""
-    skipped = [step.effects(ANY_LAYER).skipped for step in (first, second)]
+def _surely_meet(earlier: Pass, later: Pass) -> bool:
+    """Return whether two passes share a layer in every model: one targets all blocks, or both have the same targets."""
+    skipped = [step.effects(ANY_LAYER).skipped for step in (earlier, later)]
     everywhere = any(
         "*" in step.targets and not set(patterns) - {HEAD}
-        for step, patterns in zip((first, second), skipped, strict=True)
+        for step, patterns in zip((earlier, later), skipped, strict=True)
     )
-    everywhere = everywhere and not any(_ends_only(step) for step in (first, second))
-    return everywhere or (first.targets, skipped[0]) == (second.targets, skipped[1])
+    everywhere = everywhere and not any(_ends_only(step) for step in (earlier, later))
+    return everywhere or (earlier.targets, skipped[0]) == (later.targets, skipped[1])
 
 
 def _ends_only(step: Pass) -> bool:
-    """Whether all targets name the embedding or the head, which are outside of the blocks."""
+    """Return whether all targets name the embedding or the LM head, which are outside of the blocks."""
     return all(target.rpartition(".")[2] in (HEAD, EMBEDDING) for target in step.targets)
 
 
 def in_words(fact: Fact) -> str:
-    """The name of a fact in messages, such as 'pruned' for masked."""
+    """Return the name of a fact in messages, such as 'pruned' for masked."""
     return {
         "masked": "pruned",
         "quantized": "quantized",

@@ -27,7 +27,13 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Outline:
-    """What the source says of a class. summary: its first line of documentation. options: names as in a recipe."""
+    """The facts about a class that its source states.
+
+    Attributes:
+        summary: first line of its docstring.
+        options: its options, by their names in a recipe.
+        constants: its text constants by name, such as `paper`.
+    """
 
     summary: str
     options: tuple[str, ...]
@@ -35,21 +41,26 @@ class Outline:
 
 
 def outline_of_pass(key: str, kind: str) -> Outline:
-    """The outline of a pass of this package. kind: the folder of its file."""
+    """Return the outline of a built-in pass.
+
+    Args:
+        key: key of the pass in recipes.
+        kind: folder of its file.
+    """
     module = f"{PACKAGE}.passes.{kind}.{key}"
     title = next(name for name in _classes(module) if name.lower() == key.replace("_", ""))
     return outline(module, title)
 
 
 def outline_of_part(key: str) -> Outline:
-    """The outline of a part of `PARTS`."""
+    """Return the outline of a part of `PARTS`."""
     module, title = PARTS[key]
     return outline(f"{PACKAGE}.{module}", title)
 
 
 @cache
 def outline(module: str, title: str) -> Outline:
-    """The outline of a class, with the options of the classes of this package that it derives from."""
+    """Return the outline of a class, including the options of its base classes in this package."""
     node = _classes(module)[title]
     options, constants = dict.fromkeys(_options(node)), dict(_constants(node))
     for base in node.bases:
@@ -76,7 +87,7 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
 
 @cache
 def _imported(module: str) -> dict[str, tuple[str, str]]:
-    """The module and the name there of every name that a module imports from this package."""
+    """Return, for each name that a module imports from this package, the module and the name in it."""
     return {
         alias.asname or alias.name: (node.module, alias.name)
         for node in _tree(module).body
@@ -86,7 +97,7 @@ def _imported(module: str) -> dict[str, tuple[str, str]]:
 
 
 def _place_of(module: str, base: ast.expr) -> tuple[str, str] | None:
-    """The module and the name of a base class; None for one of another package."""
+    """Return the module and the name of a base class; None for one of another package."""
     if isinstance(base, ast.Subscript):  # a generic class
         base = base.value
     if not isinstance(base, ast.Name):
@@ -95,14 +106,14 @@ def _place_of(module: str, base: ast.expr) -> tuple[str, str] | None:
 
 
 def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, bool, ast.expr | None]]:
-    """(name, whether it is a constant of the class, value) of every annotated name in the body of a class."""
+    """Yield (name, whether it is a class constant, value) of each annotated name in the body of a class."""
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             yield line.target.id, ast.unparse(line.annotation).startswith("ClassVar"), line.value
 
 
 def _options(node: ast.ClassDef) -> Iterator[str]:
-    """The fields of a pydantic model by their names in a recipe."""
+    """Yield the fields of a pydantic model by their names in a recipe."""
     for name, constant, value in _annotated(node):
         if not constant and not name.startswith("_"):
             words = {word.arg: word.value for word in value.keywords} if isinstance(value, ast.Call) else {}
@@ -111,7 +122,7 @@ def _options(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _constants(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """The constants of a class that are texts, such as `paper`."""
+    """Yield the text constants of a class, such as `paper`."""
     for name, constant, value in _annotated(node):
         if constant and isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield name, value.value

@@ -25,7 +25,12 @@ FACTS = "needs", "refuses", "makes"
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a pass. values: its type and range in words. default: as JSON; None where it is required."""
+    """An option of a pass.
+
+    Attributes:
+        values: its type and range in words.
+        default: its default as JSON; None if the option is required.
+    """
 
     name: str
     values: str
@@ -37,8 +42,15 @@ class Option:
 class PassPage:
     """The page of a pass.
 
-    name: its key in recipes. summary: one line. text: how it works. needs, refuses, makes: facts of the model before
-    and after it. schemes: the presets that contain it. measured: tables with the rows of chains that contain it.
+    Attributes:
+        name: key of the pass in recipes.
+        summary: one line.
+        text: how the pass works.
+        needs: facts that must hold before the pass.
+        refuses: facts that must not hold before the pass.
+        makes: facts that hold after the pass.
+        schemes: presets that contain the pass.
+        measured: tables with the rows of chains that contain the pass.
     """
 
     name: str
@@ -56,20 +68,20 @@ class PassPage:
 
     @classmethod
     def stored(cls, name: str) -> PassPage | None:
-        """The page of a pass of this package from its file in `pages/`; None if its class has changed since."""
+        """Read the page of a built-in pass from its file in `pages/`; None if its class has changed since."""
         file = files("compress.recipe").joinpath("pages", f"{name}.json")
         if not file.is_file():
             return None
         values = json.loads(file.read_text(encoding="utf-8"))
-        known = outline_of_pass(name, PASSES.kind(name))
+        outline = outline_of_pass(name, PASSES.kind(name))
         options = [option["name"] for option in values["options"] if "." not in option["name"]]
-        if values["summary"] != known.summary or set(options) != set(known.options):
+        if values["summary"] != outline.summary or set(options) != set(outline.options):
             return None
         return cls.of_values(name, values)
 
     @classmethod
     def of_values(cls, name: str, values: Mapping[str, Any]) -> PassPage:
-        """The page from what the class of a pass says; schemes and measured rows are added."""
+        """Make the page from the values that the class of a pass states, and add schemes and measured rows."""
         options = tuple(Option(**option) for option in values["options"])
         texts: dict[str, Any] = {key: values[key] for key in TEXTS}
         facts: dict[str, Any] = {key: tuple(values[key]) for key in FACTS}
@@ -83,17 +95,17 @@ class PassPage:
         )
 
     def of_class(self) -> dict[str, Any]:
-        """What `of_values` takes: the plain values that the class of the pass says."""
+        """Return the plain values that the class of the pass states, the input of `of_values`."""
         values = asdict(self)
         return {key: values[key] for key in (*TEXTS, *FACTS, "options")}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. measured: one list of rows, each with the name of its table."""
-        rows = [{"table": table.name, **asdict(row)} for table, found in self.measured for row in found]
+        """Return plain values; `measured` is one list of rows, each with the name of its table."""
+        rows = [{"table": table.name, **asdict(row)} for table, table_rows in self.measured for row in table_rows]
         return {**asdict(self), "measured": rows, "protocol": measured().protocol}
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """(title, text) of each section but options and measured rows."""
+        """Yield (title, text) of each section except options and measured rows."""
         yield "", self.text
         yield "Use it for", self.use_for
         yield "Not for", self.not_for
@@ -112,7 +124,12 @@ class PassPage:
 
 
 def markdown(page: PassPage, recipe: str) -> str:
-    """The page as Markdown. recipe: the YAML text of the recipe of the same name."""
+    """Format the page as Markdown.
+
+    Args:
+        page: page of a pass.
+        recipe: YAML text of the recipe of the same name.
+    """
     lines = [f"# {page.name}", "", page.summary]
     for title, text in page.sections():
         if text:
@@ -137,8 +154,8 @@ def markdown(page: PassPage, recipe: str) -> str:
 
 
 def table_lines(rows: tuple[Row, ...]) -> list[str]:
-    """Rows as a Markdown table; columns without a value are left out."""
+    """Format rows as a Markdown table, without empty columns."""
     cells = [row.cells() for row in rows]
-    kept = [i for i in range(len(HEAD)) if any(row[i] for row in cells)]
-    table = [[HEAD[i] for i in kept], ["---"] * len(kept), *([row[i] for i in kept] for row in cells)]
+    columns = [i for i in range(len(HEAD)) if any(row[i] for row in cells)]
+    table = [[HEAD[i] for i in columns], ["---"] * len(columns), *([row[i] for i in columns] for row in cells)]
     return ["| " + " | ".join(line) + " |" for line in table]

@@ -41,7 +41,12 @@ KINDS = "LayerPass, BlockPass or ModelPass of compress.passes.contract.passes"
 
 @dataclass(frozen=True)
 class Plugin:
-    """A file with one pass. text: the source that was executed. step: the class of the pass."""
+    """A file with one pass.
+
+    Attributes:
+        text: the source that was executed.
+        step: class of the pass.
+    """
 
     path: Path
     text: str
@@ -55,7 +60,8 @@ _loaded: dict[tuple[str, str], Plugin] = {}
 def load_file(path: Path) -> Plugin:
     """Execute a file and return its pass; a file whose text was executed before is not executed again.
 
-    Raises RecipeError: the file cannot be read, its code raises an error, or it holds no pass that is called like it.
+    Raises:
+        RecipeError: if the file cannot be read, its code raises an error, or it holds no pass of its name.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -69,7 +75,7 @@ def load_file(path: Path) -> Plugin:
 
 
 class _Text(InspectLoader):
-    """Execute a given text, not the file, which may change, nor a cached file of its bytecode."""
+    """Execute the text that was read, not the file, which may change, nor its cached bytecode."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text = path, text
@@ -94,59 +100,68 @@ def _execute(path: Path, text: str, name: str) -> ModuleType:
     return module
 
 
-def executed(work: Callable[[], T], where: str) -> T:
-    """The result of code of other authors, whose errors become a RecipeError."""
+def executed(work: Callable[[], T], place: str) -> T:
+    """Return the result of external code; its errors become a RecipeError."""
     try:
         return work()
     except Exception as error:
         line = "".join(f" (line {frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)[-1:])
-        raise RecipeError(f"{where} {type(error).__name__}: {error}{line}; correct it") from error
+        raise RecipeError(f"{place} {type(error).__name__}: {error}{line}; correct it") from error
 
 
 def _pass_of_file(path: Path, module: ModuleType) -> type[Pass]:
     try:
-        found = class_of_file(module, path.stem, Pass)
+        step = class_of_file(module, path.stem, Pass)
     except ImportError as error:
         raise RecipeError(f"{path}: {error}") from error
-    if found is None:
+    if step is None:
         raise RecipeError(f"{path}: defines no pass; define a class that derives from {KINDS}")
-    return _concrete(found, str(path))
+    return _concrete(step, str(path))
 
 
-def _concrete(found: object, where: str) -> type[Pass]:
-    """The class of a pass. Raises RecipeError for anything else, and for a class without its verb."""
-    if not (is_class(found) and issubclass(found, Pass)):
-        raise RecipeError(f"{where}: is not a pass; name a class that derives from {KINDS}")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise RecipeError(f"{where}: {found.__name__} does not define {missing}; define it")
-    if not isinstance(getattr(found, "paper", None), str):
-        raise RecipeError(f"{where}: {found.__name__} has no paper; add paper: ClassVar[str] with the source's address")
-    return found
+def _concrete(candidate: object, place: str) -> type[Pass]:
+    """Return the object if it is the class of a pass.
+
+    Raises:
+        RecipeError: if it is anything else, or a class without its verb or paper.
+    """
+    if not (is_class(candidate) and issubclass(candidate, Pass)):
+        raise RecipeError(f"{place}: is not a pass; name a class that derives from {KINDS}")
+    if inspect.isabstract(candidate):
+        missing = ", ".join(sorted(candidate.__abstractmethods__))
+        raise RecipeError(f"{place}: {candidate.__name__} does not define {missing}; define it")
+    if not isinstance(getattr(candidate, "paper", None), str):
+        raise RecipeError(
+            f"{place}: {candidate.__name__} has no paper; add paper: ClassVar[str] with the source's address"
+        )
+    return candidate
 
 
 def load_files(paths: Sequence[str]) -> dict[str, type[Pass]]:
-    """The passes of plugin files, by key.
+    """Return the passes of plugin files by key.
 
-    Raises RecipeError as `load_file` does, and for a key that is there twice or is that of a pass of this package.
+    Raises:
+        RecipeError: as `load_file`, and if two files have the same key or a file has the key of a built-in pass.
     """
-    found: dict[str, Plugin] = {}
+    plugin_by_key: dict[str, Plugin] = {}
     for index, path in enumerate(paths):
         try:
             plugin = load_file(Path(path))
             key = plugin.step.key()
             if key in PASSES:
                 raise RecipeError(f"{path}: {key} is a pass of compress already; rename the file and its class")
-            if key in found:
-                raise RecipeError(f"{path}: {found[key].path} holds a pass {key} too; rename one of them, or remove it")
+            if key in plugin_by_key:
+                raise RecipeError(
+                    f"{path}: {plugin_by_key[key].path} holds a pass {key} too; rename one of them, or remove it"
+                )
         except RecipeError as error:
             raise recipe_error(("plugins", index), str(error)) from error
-        found[key] = plugin
-    return {key: plugin.step for key, plugin in found.items()}
+        plugin_by_key[key] = plugin
+    return {key: plugin.step for key, plugin in plugin_by_key.items()}
 
 
 def module_text(name: str) -> str | None:
-    """The source of a module; None if there is none. The source of a plugin is the text that was executed."""
+    """Return the source of a module, for a plugin the text that was executed; None if there is none."""
     plugin = next((plugin for plugin in _loaded.values() if plugin.step.__module__ == name), None)
     if plugin is not None:
         return plugin.text
@@ -157,21 +172,25 @@ def module_text(name: str) -> str | None:
 
 
 def _load_installed(key: str, points: Sequence[EntryPoint]) -> type[Pass]:
-    """The pass of an entry point. Raises RecipeError if several packages have the key, or its class has another one."""
-    where = f"entry point {key!r} of {GROUP}"
+    """Return the pass of an entry point.
+
+    Raises:
+        RecipeError: if several packages have the key, or the class has another key.
+    """
+    place = f"entry point {key!r} of {GROUP}"
     values = sorted({point.value for point in points})
     if key in PASSES:
-        raise RecipeError(f"{where}: {key} is a pass of compress already; write {values[0]} instead, or uninstall it")
+        raise RecipeError(f"{place}: {key} is a pass of compress already; write {values[0]} instead, or uninstall it")
     if len(values) > 1:
-        raise RecipeError(f"{where}: it is {' and '.join(values)}; write one of these instead, or uninstall one")
-    step = _concrete(executed(points[0].load, f"{where}: loading {values[0]} raises"), where)
+        raise RecipeError(f"{place}: it is {' and '.join(values)}; write one of these instead, or uninstall one")
+    step = _concrete(executed(points[0].load, f"{place}: loading {values[0]} raises"), place)
     if step.key() != key:
-        raise RecipeError(f"{where}: the key of {values[0]} is {step.key()}; give the entry point this name")
+        raise RecipeError(f"{place}: the key of {values[0]} is {step.key()}; give the entry point this name")
     return step
 
 
 def _import(key: str) -> type[Pass]:
-    """The class of 'module:Class'."""
+    """Return the class of 'module:Class'."""
     name, _, path = key.partition(":")
     if name == SCRIPT or "<locals>" in path:
         raise RecipeError(
@@ -185,13 +204,21 @@ def _import(key: str) -> type[Pass]:
     )
     module = executed(lambda: importlib.import_module(name), message)
     if not hasattr(module, path):
-        known = [n for n, c in vars(module).items() if is_class(c) and issubclass(c, Pass)]
-        raise RecipeError(f"{key!r}: the module has no class {path!r}{did_you_mean(path, known)}")
+        pass_names = [n for n, c in vars(module).items() if is_class(c) and issubclass(c, Pass)]
+        raise RecipeError(f"{key!r}: the module has no class {path!r}{did_you_mean(path, pass_names)}")
     return _concrete(getattr(module, path), repr(key))
 
 
 def find(key: str, plugins: Mapping[str, type[Pass]]) -> type[Pass]:
-    """The pass of a key in a recipe. plugins: those of its files. Raises RecipeError."""
+    """Return the pass of a key in a recipe.
+
+    Args:
+        key: name of a pass, or 'module:Class'.
+        plugins: passes of the recipe's plugin files, by key.
+
+    Raises:
+        RecipeError: if the key is unknown or ambiguous, or the pass cannot be loaded.
+    """
     if ":" in key:
         return _import(key)
     points = installed().get(key, [])
@@ -199,21 +226,25 @@ def find(key: str, plugins: Mapping[str, type[Pass]]) -> type[Pass]:
         raise RecipeError(f"pass {key!r} is in plugins and in an installed package; rename the file and its class")
     if points:
         return _load_installed(key, points)
-    known = {**PASSES, **plugins}
-    if key not in known:
-        raise RecipeError(f"pass {key!r} is not known{did_you_mean(key, {*known, *installed()})}")
-    return known[key]
+    pass_by_key = {**PASSES, **plugins}
+    if key not in pass_by_key:
+        raise RecipeError(f"pass {key!r} is not known{did_you_mean(key, {*pass_by_key, *installed()})}")
+    return pass_by_key[key]
 
 
 def available(paths: Sequence[str] = ()) -> dict[str, type[Pass]]:
-    """All passes by key: those of this package, of installed packages, and of plugin files. Raises RecipeError."""
+    """Return all passes by key: built-in, installed and from plugin files.
+
+    Raises:
+        RecipeError: if a pass cannot be loaded.
+    """
     files = load_files(paths)
     return {**PASSES, **{key: find(key, files) for key in sorted(installed())}, **files}
 
 
 def spelled(step: type[Pass]) -> str:
-    """The key of a class in a recipe, the inverse of `find`: of a file's class, if the recipe lists the file."""
-    key, whole = step.key(), f"{step.__module__}:{step.__qualname__}"
-    of_file = any(plugin.step is step for plugin in _loaded.values())
-    named = PASSES.get(key) is step or of_file or any(point.value == whole for point in installed().get(key, ()))
-    return key if named else whole
+    """Return the key of a class in a recipe, the inverse of `find`; the recipe must list the file of a plugin."""
+    key, qualified_key = step.key(), f"{step.__module__}:{step.__qualname__}"
+    is_of_file = any(plugin.step is step for plugin in _loaded.values())
+    is_installed = any(point.value == qualified_key for point in installed().get(key, ()))
+    return key if PASSES.get(key) is step or is_of_file or is_installed else qualified_key

@@ -28,7 +28,13 @@ GGUF_NAME = re.compile(r"(I?Q\d\w*|TQ\d_\d|F16|BF16|F32)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Preset:
-    """A named chain of passes. summary: one line. passes, save: plain values, as in a recipe."""
+    """A named chain of passes.
+
+    Attributes:
+        summary: one line.
+        passes: plain values, as in a recipe.
+        save: options of `save` as plain values.
+    """
 
     name: str
     summary: str
@@ -38,52 +44,62 @@ class Preset:
 
 @cache
 def presets() -> dict[str, Preset]:
-    """All presets by name."""
-    found = {}
+    """Return all presets by name."""
+    preset_by_name = {}
     for file in sorted(files("compress.recipe").joinpath("presets").iterdir(), key=lambda file: Path(file.name).stem):
         if file.name.endswith(".yaml"):
             name, text = file.name.removesuffix(".yaml"), file.read_text(encoding="utf-8")
             summary = text.partition("\n")[0].removeprefix("# ")
             values = yaml.safe_load(text)
-            found[name] = Preset(name, summary, tuple(values["passes"]), values.get("save", {}))
-    return found
+            preset_by_name[name] = Preset(name, summary, tuple(values["passes"]), values.get("save", {}))
+    return preset_by_name
 
 
 def preset(name: Any, place: tuple[str | int, ...] = (KEY,)) -> Preset:
-    """The preset of a name; upper and lower case, '_' and '-' are equal. place: of the name, for errors.
+    """Return the preset of a name; case is ignored, and '_' equals '-'.
 
-    Raises RecipeError for an unknown name.
+    Args:
+        name: name in a recipe.
+        place: place of the name in the recipe, for errors.
+
+    Raises:
+        RecipeError: if the name is unknown.
     """
-    known = presets()
-    spelled = {_plain(key): key for key in known}
+    preset_by_name = presets()
+    spelled = {_plain(key): key for key in preset_by_name}
     if isinstance(name, str) and _plain(name) in spelled:
-        return known[spelled[_plain(name)]]
+        return preset_by_name[spelled[_plain(name)]]
     if isinstance(name, str) and GGUF_NAME.fullmatch(name):
         raise RecipeError(
             f"scheme {name}: this type of GGUF files is not written; use one of "
-            f"{', '.join(key for key, found in known.items() if found.save)}",
+            f"{', '.join(key for key, candidate in preset_by_name.items() if candidate.save)}",
             place,
         )
-    near = did_you_mean(str(name).upper(), known) if isinstance(name, str) else f"; use one of {', '.join(known)}"
+    choices = f"; use one of {', '.join(preset_by_name)}"
+    near = did_you_mean(name.upper(), preset_by_name) if isinstance(name, str) else choices
     raise RecipeError(f"scheme {name!r} is not known{near}", place)
 
 
 def expand(items: Any) -> tuple[Any, list[int]]:
     """Replace presets among the passes of a recipe, as plain values, by their passes.
 
-    Returns the passes, and for each of them the index of the item that it comes from. Items of other kinds are left to
-    the recipe, which checks them. Raises RecipeError for an unknown preset.
+    Returns:
+        The passes, and for each pass the index of the item that it comes from. Other items stay as they are; the recipe
+        checks them.
+
+    Raises:
+        RecipeError: if a preset is unknown.
     """
     if not isinstance(items, Sequence) or isinstance(items, str):
         return items, []
-    found: list[Any] = []
+    passes: list[Any] = []
     origins: list[int] = []
     for index, item in enumerate(items):
-        given = isinstance(item, Mapping) and set(item) == {KEY}
-        steps = preset(item[KEY], ("passes", index, KEY)).passes if given else [item]
-        found += steps
+        is_preset = isinstance(item, Mapping) and set(item) == {KEY}
+        steps = preset(item[KEY], ("passes", index, KEY)).passes if is_preset else [item]
+        passes += steps
         origins += [index] * len(steps)
-    return found, origins
+    return passes, origins
 
 
 def _plain(name: str) -> str:

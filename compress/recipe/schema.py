@@ -32,12 +32,12 @@ from compress.passes.contract.passes import Pass
 from compress.passes.contract.wording import Place, recipe_error
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
-from compress.recipe.names import located
+from compress.recipe.names import located_error
 from compress.recipe.order import check_order, label
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.sensitivities import expand_sensitivities
-from compress.recipe.settings import Setting, apply_settings, blamed
+from compress.recipe.settings import Setting, apply_settings, error_of_setting
 from compress.recipe.shipped import find_recipe
 from compress.recipe.yaml import compose, read_file
 
@@ -83,7 +83,7 @@ class Save(Options):
         self.target()
 
     def target(self) -> Format:
-        """The format with these options."""
+        """Return the format with these options."""
         return FORMATS[self.format].configured(self.embedding, self.head)
 
     @field_validator("format")
@@ -105,7 +105,8 @@ class Save(Options):
 class Recipe(BaseModel):
     """The options of a run; equal recipes on equal models give equal bytes.
 
-    Raises RecipeError for every mistake: unknown options, values out of range, passes in an impossible order.
+    Raises:
+        RecipeError: for every mistake: unknown options, values out of range, passes in an impossible order.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -163,20 +164,25 @@ class Recipe(BaseModel):
         return [{spelled(type(step)): step.model_dump(mode="json")} for step in passes]
 
     def labels(self) -> list[str]:
-        """The label of every pass: 'passes[0] gptq'."""
+        """Return the label of every pass: 'passes[0] gptq'."""
         return [label(i, step) for i, step in enumerate(self.passes)]
 
     def to_yaml(self) -> str:
-        """The fully resolved recipe as YAML text, with every option."""
+        """Return the fully resolved recipe as YAML text, with every option."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     @classmethod
     def from_yaml(cls, path: str | Path, settings: Sequence[Setting] = ()) -> Recipe:
-        """Read a recipe from a YAML file, or a shipped one by its name. settings: replace its values.
+        """Read a recipe from a YAML file, or a shipped one by its name.
 
-        Raises RecipeError with file, line and column: no such file, not YAML, unknown keys, passes or options (with the
-        nearest known one), values out of range, passes in an impossible order. For a mistake in a setting, the error
-        names the setting.
+        Args:
+            path: file, or name of a shipped recipe.
+            settings: values that replace those of the recipe.
+
+        Raises:
+            RecipeError: with file, line and column: no such file, not YAML, unknown keys, passes or options (with the
+                nearest known one), values out of range, passes in an impossible order. For a mistake in a setting, the
+                error names the setting.
         """
         path = find_recipe(path)
         return cls.from_text(read_file(path), str(path), settings, path.parent)
@@ -185,7 +191,14 @@ class Recipe(BaseModel):
     def from_text(
         cls, text: str, name: str = "recipe", settings: Sequence[Setting] = (), folder: Path | None = None
     ) -> Recipe:
-        """Read a recipe from YAML text. name: of the text, for errors. folder: paths of plugins are relative to it."""
+        """Read a recipe from YAML text.
+
+        Args:
+            text: YAML text.
+            name: name of the text, for errors.
+            settings: values that replace those of the recipe.
+            folder: folder to which paths of plugins are relative.
+        """
         data, places = compose(text, name)
         if folder is not None and isinstance(data, dict) and isinstance(data.get("plugins"), list):
             data["plugins"] = [str(folder.resolve() / p) if isinstance(p, str) else p for p in data["plugins"]]
@@ -194,22 +207,28 @@ class Recipe(BaseModel):
             data, origins = _expanded(data, folder)
             return cls.model_validate(apply_settings(data, settings))
         except RecipeError as error:
-            raise located(error, name, places, origins, settings) from error
+            raise located_error(error, name, places, origins, settings) from error
 
     @classmethod
     def from_data(cls, data: Any, settings: Sequence[Setting] = ()) -> Recipe:
-        """Build a recipe from the plain values of YAML. Raises RecipeError."""
+        """Build a recipe from the plain values of YAML.
+
+        Raises:
+            RecipeError: if a value is invalid.
+        """
         try:
             return cls.model_validate(apply_settings(_expanded(data)[0], settings))
         except RecipeError as error:
-            found = blamed(settings, error)
-            raise error if found is None else found from None
+            setting_error = error_of_setting(settings, error)
+            raise error if setting_error is None else setting_error from None
 
 
 def _expanded(data: Any, folder: Path | None = None) -> tuple[Any, list[int]]:
-    """The data of a recipe with the passes of its presets, and the index of the item that each pass comes from.
+    """Return the data with presets and sensitivities expanded, and for each pass the index of its item.
 
-    folder: that of the recipe, to which files of sensitivities are relative.
+    Args:
+        data: plain values of a recipe.
+        folder: folder of the recipe, to which files of sensitivities are relative.
     """
     if not isinstance(data, Mapping) or "passes" not in data:
         return data, []
@@ -218,9 +237,14 @@ def _expanded(data: Any, folder: Path | None = None) -> tuple[Any, list[int]]:
 
 
 def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType({})) -> tuple[Pass, ...]:
-    """Passes from a list of passes, of their names with options as YAML spells them, and of presets.
+    """Read passes from a list of passes, names with options, and presets.
 
-    plugins: passes of the recipe's own files, by name. Raises RecipeError.
+    Args:
+        items: passes, or plain values as in YAML.
+        plugins: passes of the recipe's plugin files, by key.
+
+    Raises:
+        RecipeError: if an item is not a valid pass.
     """
     items, _ = expand(expand_sensitivities(items))
     if not isinstance(items, Sequence) or isinstance(items, str):
@@ -240,14 +264,14 @@ def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
     ((key, options),) = item.items()
     place: Place = ("passes", index, key)
     try:
-        found = find(str(key), plugins)
+        kind = find(str(key), plugins)
     except RecipeError as error:
         raise recipe_error(place, str(error)) from error
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise recipe_error(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
     try:
-        return found.model_validate(dict(options))
+        return kind.model_validate(dict(options))
     except ValidationError as error:
-        inner, message = mistake(error, found)
+        inner, message = mistake(error, kind)
         raise recipe_error((*place, *inner), message) from None

@@ -1,10 +1,10 @@
-"""Sensitivities as data: what `compress sensitivity -o FILE.json` stores, and passes that a recipe makes of it.
+"""Sensitivities as data: the file of `compress sensitivity -o FILE.json`, and the pass that a recipe makes of it.
 
     - sensitivity: {file: sensitivity.json, bits: 3.5}
     - sensitivity: {file: sensitivity.json, bits: 3.5, with: gptq}
 
-stands among the passes of a recipe and is expanded before they are read: to one pass whose `overrides` give each layer
-one of the measured choices. A resolved recipe lists that pass, so the file is not needed again.
+Such an item among the passes of a recipe is expanded before they are read: to one pass whose `overrides` give each
+layer one of the measured choices. A resolved recipe lists that pass, so the file is not needed again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ Level = Literal["layer", "block"]
 
 
 class Sensitivity(BaseModel):
-    """What one choice costs in one layer or block.
+    """The cost of one choice in one layer or block.
 
-    name: of the linear or of the block. weights: their number. bits: stored per weight, without embeddings and norms.
-    kl: divergence from the original model in nats per token, with its standard error over the windows. loss: increase
-    of the loss in nats per token, with its standard error.
+    Attributes:
+        name: name of the linear or of the block.
+        weights: number of weights.
+        bits: stored bits per weight, without embeddings and norms.
+        kl: divergence from the original model in nats per token.
+        kl_stderr: standard error of `kl` over the windows.
+        loss: increase of the loss in nats per token.
+        loss_stderr: standard error of `loss` over the windows.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,7 +55,13 @@ class Sensitivity(BaseModel):
 
 
 class Sensitivities(BaseModel):
-    """The sensitivities of a model. choices: name -> pass as a recipe spells it. level: what was changed at a time."""
+    """The sensitivities of a model.
+
+    Attributes:
+        level: whether one layer or one block is changed at a time.
+        choices: pass of each choice by name, as a recipe spells it.
+        found: sensitivity of each layer or block for each choice.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,23 +76,27 @@ class Sensitivities(BaseModel):
     found: list[Sensitivity]
 
     def by_name(self) -> dict[str, dict[str, Sensitivity]]:
-        """name -> choice -> sensitivity, in the order of the model."""
+        """Return name -> choice -> sensitivity, in the order of the model."""
         table: dict[str, dict[str, Sensitivity]] = {}
-        for one in self.found:
-            table.setdefault(one.name, {})[one.choice] = one
+        for sensitivity in self.found:
+            table.setdefault(sensitivity.name, {})[sensitivity.choice] = sensitivity
         return table
 
     def by_kind(self) -> dict[str, dict[str, float]]:
-        """Kind of name, in which numbers are '*' -> choice -> mean KL divergence."""
-        found: dict[str, dict[str, list[float]]] = {}
-        for one in self.found:
-            kind = kind_of(one.name)
-            found.setdefault(kind, {}).setdefault(one.choice, []).append(one.kl)
-        return {kind: {choice: mean(kl).value for choice, kl in row.items()} for kind, row in found.items()}
+        """Return kind of name, in which numbers are '*' -> choice -> mean KL divergence."""
+        kl_by_kind: dict[str, dict[str, list[float]]] = {}
+        for sensitivity in self.found:
+            kind = kind_of(sensitivity.name)
+            kl_by_kind.setdefault(kind, {}).setdefault(sensitivity.choice, []).append(sensitivity.kl)
+        return {kind: {choice: mean(kl).value for choice, kl in row.items()} for kind, row in kl_by_kind.items()}
 
 
 def read_sensitivities(path: Path) -> Sensitivities:
-    """The sensitivities in a file. Raises RecipeError."""
+    """Read a file of sensitivities.
+
+    Raises:
+        RecipeError: if the file cannot be read.
+    """
     try:
         return Sensitivities.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, ValidationError) as error:
@@ -93,12 +108,17 @@ def read_sensitivities(path: Path) -> Sensitivities:
 
 
 def allocation(measured: Sensitivities, bits: float, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The pass, as a recipe spells it, that gives each layer one of the measured choices within a budget.
+    """Return a pass, as a recipe spells it, that gives each layer one of the measured choices within a budget.
 
-    bits: stored per weight on average at most. The sum of the measured divergences is made small; they are assumed to
-    add up. base: {pass: options} to use in place of the measured pass; the options of the choices replace its own.
+    The sum of the measured divergences is minimized; they are assumed to be additive.
 
-    Raises RecipeError for choices of several passes, and for a budget that they do not reach.
+    Args:
+        measured: sensitivities of the layers.
+        bits: largest average of stored bits per weight.
+        base: {pass: options} to use in place of the measured pass; the options of the choices replace its options.
+
+    Raises:
+        RecipeError: if the choices are of several passes, or the budget is out of their range.
     """
     kinds = {next(iter(spelled)) for spelled in measured.choices.values()}
     if measured.level != "layer" or len(kinds) != 1 or len(measured.choices) < 2:
@@ -108,7 +128,8 @@ def allocation(measured: Sensitivities, bits: float, base: Mapping[str, Any] | N
         )
     table = measured.by_name()
     items = {
-        name: {choice: (one.bits * one.weights, one.kl) for choice, one in row.items()} for name, row in table.items()
+        name: {choice: (sensitivity.bits * sensitivity.weights, sensitivity.kl) for choice, sensitivity in row.items()}
+        for name, row in table.items()
     }
     weights = sum(next(iter(row.values())).weights for row in table.values())
     sizes = [[size for size, _ in options.values()] for options in items.values()]
@@ -122,22 +143,29 @@ def allocation(measured: Sensitivities, bits: float, base: Mapping[str, Any] | N
 
 
 def _overridden(key: str, options: Mapping[str, dict[str, Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
-    """The options of the most frequent choice, with overrides for the layers of the others."""
+    """Return the options of the most frequent choice, with overrides for layers with another choice."""
     common = max(options, key=lambda choice: list(chosen.values()).count(choice))
-    every = PASSES[key].model_fields
+    fields = PASSES[key].model_fields
     overrides = []
-    for choice, own in options.items():
-        names = [name for name, one in chosen.items() if one == choice]
+    for choice, changes in options.items():
+        names = [name for name, layer_choice in chosen.items() if layer_choice == choice]
         if choice != common and names:
-            differ = sorted(name for name in {*own, *options[common]} if own.get(name) != options[common].get(name))
-            overrides.append({"targets": names} | {name: own.get(name, every[name].default) for name in differ})
+            differ = sorted(
+                name for name in {*changes, *options[common]} if changes.get(name) != options[common].get(name)
+            )
+            overrides.append({"targets": names} | {name: changes.get(name, fields[name].default) for name in differ})
     return {**options[common], "overrides": overrides}
 
 
 def expand_sensitivities(items: Any, folder: Path | None = None) -> Any:
-    """Replace the items of this kind among the passes of a recipe, as plain values.
+    """Replace items with the key `sensitivity` among the passes of a recipe, as plain values.
 
-    folder: paths are relative to it. Items of other kinds are left to the recipe. Raises RecipeError.
+    Args:
+        items: passes of a recipe; other items stay as they are.
+        folder: folder to which paths are relative.
+
+    Raises:
+        RecipeError: if an item is invalid or its file cannot be read.
     """
     if not isinstance(items, Sequence) or isinstance(items, str):
         return items
@@ -149,14 +177,14 @@ def expand_sensitivities(items: Any, folder: Path | None = None) -> Any:
     ]
 
 
-def _expanded(given: Any, place: tuple[str | int, ...], folder: Path | None) -> dict[str, Any]:
+def _expanded(spelled: Any, place: tuple[str | int, ...], folder: Path | None) -> dict[str, Any]:
     example = "write sensitivity: {file: sensitivity.json, bits: 3.5}"
-    if not isinstance(given, Mapping) or not isinstance(given.get("file"), str):
+    if not isinstance(spelled, Mapping) or not isinstance(spelled.get("file"), str):
         raise RecipeError(f"sensitivity: needs file and bits; {example}", place)
-    for name in given:
+    for name in spelled:
         if name not in OPTIONS:
             raise RecipeError(f"sensitivity {name}: unknown option{did_you_mean(str(name), OPTIONS)}", (*place, name))
-    bits, base = given.get("bits"), given.get("with")
+    bits, base = spelled.get("bits"), spelled.get("with")
     if isinstance(bits, bool) or not isinstance(bits, (int, float)):
         raise RecipeError(f"sensitivity bits: {bits!r} is not a number of bits per weight; {example}", place)
     base = {base: {}} if isinstance(base, str) else base
@@ -165,6 +193,6 @@ def _expanded(given: Any, place: tuple[str | int, ...], folder: Path | None) -> 
             "sensitivity with: must be one pass, such as gptq or {gptq: {damping: 0.05}}", (*place, "with")
         )
     try:
-        return allocation(read_sensitivities((folder or Path()) / given["file"]), bits, base)
+        return allocation(read_sensitivities((folder or Path()) / spelled["file"]), bits, base)
     except RecipeError as error:
         raise RecipeError(f"sensitivity {error}", place) from error

@@ -18,7 +18,9 @@ from compress.recipe.yaml import plain_values
 class Setting:
     """A value at a place in the data of a recipe.
 
-    text: as the user wrote it, for errors. removes: keys next to the place that the value makes void.
+    Attributes:
+        text: the setting as the user wrote it, for errors.
+        removes: keys next to the place that the value makes void.
     """
 
     place: Place
@@ -28,25 +30,30 @@ class Setting:
 
 
 def read_setting(text: str) -> Setting:
-    """Read 'passes.0.gptq.group_size=128'; the value is YAML. Raises RecipeError."""
+    """Read 'passes.0.gptq.group_size=128'; the value is YAML.
+
+    Raises:
+        RecipeError: if there is no key or the value is not YAML.
+    """
     spelled = f"--set {text}"
     path, equals, value = text.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise RecipeError(f"{spelled}: write KEY=VALUE, such as passes.0.gptq.group_size=128 or save.format=native")
     try:
-        found = plain_values(value)
+        parsed = plain_values(value)
     except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{spelled}: the value {value!r} is not YAML; put it in quotes") from error
-    if isinstance(found, int | float) and ":" in value:  # YAML reads the pattern 2:4 as a number with base 60
-        found = value.strip()
-    return Setting(tuple(int(part) if part.isdecimal() else part for part in parts), found, spelled)
+    if isinstance(parsed, int | float) and ":" in value:  # YAML reads the pattern 2:4 as a number with base 60
+        parsed = value.strip()
+    return Setting(tuple(int(part) if part.isdecimal() else part for part in parts), parsed, spelled)
 
 
 def apply_settings(data: Any, settings: Sequence[Setting]) -> Any:
-    """A copy of the plain values of a recipe with the settings in place; presets are expanded before.
+    """Return a copy of the plain values of a recipe with the settings applied; presets are expanded before.
 
-    Raises RecipeError for a place that cannot exist. Unknown options are found when the recipe is validated.
+    Raises:
+        RecipeError: if a place cannot exist. Unknown options are found when the recipe is validated.
     """
     if not settings or not isinstance(data, Mapping):
         return data
@@ -82,12 +89,12 @@ def _put(holder: Any, setting: Setting, depth: int = 0) -> None:
 
 
 def _error(setting: Setting, depth: int, message: str) -> RecipeError:
-    """The error for a place that does not exist; its first `depth` parts do."""
+    """Return the error for a place of which only the first `depth` parts exist."""
     return RecipeError(f"{setting.text}: {'.'.join(map(str, setting.place[:depth]))} {message}", setting.place)
 
 
-def blamed(settings: Sequence[Setting], error: RecipeError) -> RecipeError | None:
-    """The error with the setting that contains its place; None if no setting does."""
+def error_of_setting(settings: Sequence[Setting], error: RecipeError) -> RecipeError | None:
+    """Return the error with the setting that contains its place; None if no setting does."""
     for setting in reversed(settings):
         if error.path[: len(setting.place)] == setting.place:
             begun = str(error).startswith(setting.text)
@@ -95,8 +102,8 @@ def blamed(settings: Sequence[Setting], error: RecipeError) -> RecipeError | Non
     return None
 
 
-def involved(settings: Sequence[Setting], error: RecipeError) -> str:
-    """A note that names the settings inside of the error's place, or nothing."""
+def settings_note(settings: Sequence[Setting], error: RecipeError) -> str:
+    """Return a note that names the settings inside of the error's place, or an empty string."""
     place = error.path
     inside = [setting.text for setting in settings if place and setting.place[: len(place)] == place]
     return f" (with {' '.join(inside)})" if inside else ""

@@ -18,33 +18,34 @@ SUFFIXES = (".yaml", ".yml")
 
 @cache
 def shipped() -> dict[str, Path]:
-    """The file of every shipped recipe by its name."""
+    """Return the file of every shipped recipe by name."""
     folder = INSTALLED if INSTALLED.is_dir() else SOURCES
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def summary_of(path: Path) -> str:
-    """What a recipe is for, in its first line."""
+    """Return the purpose of a recipe: its first line, without the comment sign."""
     return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def find_recipe(word: str | Path) -> Path:
-    """The file of a recipe that a user names: a file that is there, or else a shipped recipe.
+    """Return the file of a recipe: an existing file, or else a shipped recipe.
 
     A word that ends in .yaml or .yml, or has a slash, is always a file.
 
-    Raises RecipeError for a word that is neither.
+    Raises:
+        RecipeError: if the word is neither.
     """
     path, name = Path(word), str(word)
     if path.is_file():
         return path
-    known = shipped()
-    if name in known:
-        return known[name]
+    path_by_name = shipped()
+    if name in path_by_name:
+        return path_by_name[name]
     if path.suffix in SUFFIXES or "/" in name or "\\" in name:
-        if path.stem in known and not path.exists():
+        if path.stem in path_by_name and not path.exists():
             raise RecipeError(f"{name}: there is no such file; {path.stem!r} alone is the shipped recipe of this name")
         return path  # reading it says what is wrong with it
-    near = did_you_mean(name, known)
+    near = did_you_mean(name, path_by_name)
     hint = near if near.startswith("; did") else "; `compress recipes` lists the shipped ones"
     raise RecipeError(f"recipe {name!r} is neither a file nor a shipped recipe{hint}")

@@ -10,31 +10,35 @@ from compress.recipe.presets import KEY, preset
 
 
 def quantize_data(model: str, scheme: str) -> dict[str, Any]:
-    """The recipe that quantizes a model by a preset. Raises RecipeError for an unknown preset."""
-    found = preset(scheme)
-    save = {"save": dict(found.save)} if found.save else {}
-    return {"model": model, "passes": [{KEY: found.name}], **save}
+    """Return the recipe that quantizes a model by a preset.
+
+    Raises:
+        RecipeError: if the preset is unknown.
+    """
+    scheme_preset = preset(scheme)
+    save = {"save": dict(scheme_preset.save)} if scheme_preset.save else {}
+    return {"model": model, "passes": [{KEY: scheme_preset.name}], **save}
 
 
 def prune_data(model: str, method: str, pattern: str | None, sparsity: float | None) -> dict[str, Any]:
-    """The recipe that prunes a model by a pass, and stores it as plain weights with zeros, for all programs."""
-    given = {"pattern": pattern, "sparsity": sparsity}
-    options = {name: value for name, value in given.items() if value is not None}
+    """Return the recipe that prunes a model by a pass, and stores it as plain weights with zeros, for all programs."""
+    values = {"pattern": pattern, "sparsity": sparsity}
+    options = {name: value for name, value in values.items() if value is not None}
     return {"model": model, "passes": [{method: options}], "save": {"format": "dense"}}
 
 
 def distill_data(student: str, teacher: str) -> dict[str, Any]:
-    """The recipe that trains all weights of a student on the outputs of a teacher, and stores it as plain weights."""
+    """Return the recipe that trains all weights of a student on the outputs of a teacher, stored as plain weights."""
     return {"model": student, "passes": [{"distill": {"teacher": teacher}}], "save": {"format": "dense"}}
 
 
 def folder_of(model: str, *words: object) -> Path:
-    """The output folder without -o: out/ and the names of the model and of what is done; None is left out."""
+    """Return the default output folder: out/MODEL-WORDS; None among the words is left out."""
     plain = [re.sub(r"[^\w.]+", "-", str(word)) for word in words if word is not None]
     return Path("out") / "-".join([model_name(model), *plain])
 
 
 def model_name(source: str) -> str:
-    """The last part of a hub id, folder or .gguf file, to name an output folder."""
+    """Return the last part of a hub id, folder or .gguf file, to name an output folder."""
     name = Path(source.rstrip("/")).name.partition("@")[0]  # without a revision
     return name.removesuffix(".gguf") or "model"

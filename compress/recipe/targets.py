@@ -1,7 +1,7 @@
-"""Recipes to start from, by words: `compress init MODEL --target "4 bits, CPU"`. Imports nothing slow.
+"""Recipes to start from: `compress init MODEL --target "4 bits, CPU"`. Imports nothing slow.
 
-`targets/` holds them as data: `_words.yaml` the words, and each other file a start, which is what it answers to and the
-commented lines of the recipe. The first start, by file name, that answers to all words of a target is taken.
+`targets/` holds them as data: `_words.yaml` lists the words, and each other file is a start: the words that it answers,
+and the commented lines of the recipe. The first start, by file name, that answers all words of a target is taken.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ eval:                         # of the written checkpoint and of the model as it
 class Start:
     """A recipe to start from.
 
-    answers: kind -> values of `words` that it is good for. body: the lines of passes and save. next: changes to try.
-    sequences: of calibration; None for a chain that needs no text.
+    Attributes:
+        answers: kind -> values of `words` for which the recipe is suitable.
+        body: lines of passes and save.
+        next: changes to try.
+        sequences: number of calibration sequences; None for a chain that needs no text.
     """
 
     name: str
@@ -57,25 +60,25 @@ class Start:
     next: Sequence[str]
     sequences: int | None = SEQUENCES
 
-    def answers_to(self, wanted: Sequence[tuple[str, str]]) -> bool:
-        """Whether the start is good for all (kind, value)."""
-        return all(value in self.answers.get(kind, ()) for kind, value in wanted)
+    def answers_to(self, requests: Sequence[tuple[str, str]]) -> bool:
+        """Return whether the recipe is suitable for all (kind, value)."""
+        return all(value in self.answers.get(kind, ()) for kind, value in requests)
 
 
 @cache
 def words() -> dict[str, dict[str, list[str]]]:
-    """Kind -> value -> the phrases that users write for it, normalized."""
+    """Return kind -> value -> the phrases that users write for it, normalized."""
     kinds = yaml.safe_load(_text(WORDS))["kinds"]
     return {
-        kind: {value: [_plain(phrase) for phrase in (value, *others)] for value, others in values.items()}
+        kind: {value: [_plain(phrase) for phrase in (value, *synonyms)] for value, synonyms in values.items()}
         for kind, values in kinds.items()
     }
 
 
 @cache
 def starts() -> dict[str, Start]:
-    """All starts by name, in the order in which they are preferred."""
-    found = {}
+    """Return all starts by name, in order of preference."""
+    start_by_name = {}
     for file in sorted(file.name for file in files("compress.recipe").joinpath("targets").iterdir()):
         if file.endswith(".yaml") and file != WORDS:
             head, _, body = _text(file).partition("---\n")
@@ -83,49 +86,54 @@ def starts() -> dict[str, Start]:
             data = values.pop("calibration", {})
             sequences = None if data is False else data.get("sequences", SEQUENCES)
             name = file.removesuffix(".yaml").partition("-")[2]
-            found[name] = Start(name, body=body, sequences=sequences, **values)
-    return found
+            start_by_name[name] = Start(name, body=body, sequences=sequences, **values)
+    return start_by_name
 
 
 def read_target(target: str) -> list[tuple[str, str]]:
-    """The (kind, value) of each known phrase of a target, such as '4 bits on a CPU'.
+    """Return the (kind, value) of each phrase of a target, such as '4 bits on a CPU'.
 
-    Raises RecipeError for words that are not known.
+    Raises:
+        RecipeError: if a word is unknown.
     """
     phrases = {tuple(p.split()): (kind, value) for kind, value, p in _phrases()}
     longest = max(map(len, phrases))
     skipped = set(yaml.safe_load(_text(WORDS))["skipped"])
-    found: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
     for piece in re.split(r"[,;+&]", target):
         tokens = _plain(piece).split()
         while tokens:
             size = next((n for n in range(min(longest, len(tokens)), 0, -1) if tuple(tokens[:n]) in phrases), None)
             if size is None and tokens[0] not in skipped:
                 raise RecipeError(f"--target {piece.strip()!r}: {tokens[0]!r} is not known{_hint(_plain(piece))}")
-            found += [] if size is None else [phrases[tuple(tokens[:size])]]
+            requests += [] if size is None else [phrases[tuple(tokens[:size])]]
             tokens = tokens[size or 1 :]
-    if not found:
+    if not requests:
         raise RecipeError(f"--target {target!r}: says nothing; known: {listed()}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(requests))
 
 
-def choose(wanted: Sequence[tuple[str, str]]) -> Start:
-    """The first start that is good for all (kind, value). Raises RecipeError where there is none."""
-    found = next((start for start in starts().values() if start.answers_to(wanted)), None)
-    if found is not None:
-        return found
+def choose(requests: Sequence[tuple[str, str]]) -> Start:
+    """Return the first start that is suitable for all (kind, value).
+
+    Raises:
+        RecipeError: if there is none.
+    """
+    best_start = next((start for start in starts().values() if start.answers_to(requests)), None)
+    if best_start is not None:
+        return best_start
     hints = []
-    for left_out in wanted:
-        rest = [one for one in wanted if one != left_out]
-        others = [value for value in words()[left_out[0]] if _answered([*rest, (left_out[0], value)])]
-        if others:
-            hints.append(f"with {' and '.join(value for _, value in rest)}: {', '.join(others)}")
-    spelled = ", ".join(value for _, value in wanted)
+    for dropped in requests:
+        other_requests = [request for request in requests if request != dropped]
+        alternatives = [value for value in words()[dropped[0]] if _answered([*other_requests, (dropped[0], value)])]
+        if alternatives:
+            hints.append(f"with {' and '.join(value for _, value in other_requests)}: {', '.join(alternatives)}")
+    spelled = ", ".join(value for _, value in requests)
     raise RecipeError(f"--target {spelled!r}: there is no recipe to start from; {'; '.join(hints) or listed()}")
 
 
 def listed() -> str:
-    """All values by kind in one line."""
+    """Return all values by kind in one line."""
     return "; ".join(f"{kind}: {', '.join(values)}" for kind, values in words().items())
 
 
@@ -139,10 +147,18 @@ def recipe_text(
     measure: str = "perplexity",
     source: str = EMBEDDED,
 ) -> str:
-    """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence.
+    """Return the commented recipe.
 
-    measure: of quality, perplexity or agreement. source: of the calibration and of the evaluation; text of the model
-    itself is evaluated on the embedded text.
+    Args:
+        start: recipe to start from.
+        model: hub id, local folder or .gguf file.
+        target: the words that the recipe answers.
+        path: file that the recipe is written to.
+        group_size: replaces the group size of the start; None: keep it.
+        length: tokens per calibration sequence and evaluation window.
+        measure: `perplexity` or `agreement`.
+        source: text of the calibration and the evaluation; text sampled from the model is evaluated on the embedded
+            text.
     """
     name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
     head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
@@ -153,7 +169,7 @@ def recipe_text(
     lines = [f"# {line}".rstrip() for line in head] + [f"model: {_scalar(model)}  # hub id, local folder or .gguf file"]
     body = start.body
     if group_size is not None:
-        body = re.sub(r"(group_size: )\d+ *", lambda found: f"{found[1]}{group_size}".ljust(len(found[0])), body)
+        body = re.sub(r"(group_size: )\d+ *", lambda match: f"{match[1]}{group_size}".ljust(len(match[0])), body)
     if start.sequences is not None:
         about = {"source": _scalar(source), "about": BETTER if source == EMBEDDED else "or another one"}
         lines.append(CALIBRATION.format(sequences=start.sequences, length=length, **about).rstrip())
@@ -162,12 +178,12 @@ def recipe_text(
 
 
 def group_sizes(start: Start) -> list[int]:
-    """The group sizes of a start that are numbers."""
+    """Return the numeric group sizes of a start."""
     return [int(size) for size in re.findall(r"group_size: (\d+)", start.body)]
 
 
-def _answered(wanted: Sequence[tuple[str, str]]) -> bool:
-    return any(start.answers_to(wanted) for start in starts().values())
+def _answered(requests: Sequence[tuple[str, str]]) -> bool:
+    return any(start.answers_to(requests) for start in starts().values())
 
 
 def _phrases() -> Iterator[tuple[str, str, str]]:
@@ -178,7 +194,7 @@ def _phrases() -> Iterator[tuple[str, str, str]]:
 
 
 def _hint(piece: str) -> str:
-    """A similar phrase, if there is one, and all values."""
+    """Return a similar phrase, if there is one, and all values."""
     near = did_you_mean(piece, {phrase for _, _, phrase in _phrases()})
     return f"{near if near.startswith('; did') else ''}; known: {listed()}"
 
@@ -192,7 +208,7 @@ def _line(text: str) -> str:
 
 
 def _scalar(text: str) -> str:
-    """A text as YAML: plain if it is one of ordinary characters, or quoted."""
+    """Format a text as a YAML scalar: plain if it has only ordinary characters, otherwise quoted."""
     ordinary = re.fullmatch(r"[\w./~+-]+", text) and yaml.safe_load(text) == text
     return text if ordinary else json.dumps(text)
 
@@ -202,5 +218,5 @@ def _text(file: str) -> str:
 
 
 def describe() -> list[tuple[str, Any]]:
-    """(kind, values) for the help of the command."""
+    """Return (kind, values) for the help of the command."""
     return [(kind, ", ".join(values)) for kind, values in words().items()]

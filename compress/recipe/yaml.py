@@ -24,9 +24,10 @@ DEEPEST = 32
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """Reads at most `MOST_VALUES` values in at most `DEEPEST` levels; an alias counts as all values it stands for.
+    """Load at most `MOST_VALUES` values in at most `DEEPEST` levels; an alias counts as all values it stands for.
 
-    Raises MarkedYAMLError for more, and for an alias inside of its own value.
+    Raises:
+        MarkedYAMLError: if a limit is exceeded, or an alias is inside of its own value.
     """
 
     def __init__(self, text: str) -> None:
@@ -38,7 +39,7 @@ class LimitedLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose the next node, or look up the node of an alias."""
-        mark, before, is_alias = self.peek_event().start_mark, self._count, self.check_event(yaml.AliasEvent)
+        mark, previous_count, is_alias = self.peek_event().start_mark, self._count, self.check_event(yaml.AliasEvent)
         if self._depth == DEEPEST:
             raise _refused(f"values are nested in more than {DEEPEST} levels; write fewer", mark)
         self._depth += 1
@@ -53,7 +54,7 @@ class LimitedLoader(yaml.SafeLoader):
             raise _refused(
                 f"there are more than {MOST_VALUES} values, with those that aliases stand for; write fewer", mark
             )
-        self._sizes.setdefault(node, self._count - before)
+        self._sizes.setdefault(node, self._count - previous_count)
         return node
 
 
@@ -62,14 +63,23 @@ def _refused(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
 
 
 def plain_values(text: str) -> Any:
-    """The plain values of YAML text. Raises yaml.YAMLError, and ValueError for a scalar such as a date without one."""
+    """Return the plain values of YAML text.
+
+    Raises:
+        yaml.YAMLError: if the text is not YAML.
+        ValueError: if a scalar has the form of a value but is none, such as a date in the 13th month.
+    """
     loader = LimitedLoader(text)
     root = loader.get_single_node()
     return None if root is None else loader.construct_document(root)
 
 
 def read_file(path: Path) -> str:
-    """The text of a YAML file. Raises RecipeError for a file that cannot be read, or that is too large."""
+    """Return the text of a YAML file.
+
+    Raises:
+        RecipeError: if the file cannot be read or is too large.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
@@ -81,9 +91,14 @@ def read_file(path: Path) -> str:
 
 
 def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
-    """Return plain values, and (line, column), counted from 1, of every key and item; name: of the text, for errors.
+    """Return plain values, and (line, column), counted from 1, of every key and item.
 
-    Raises RecipeError.
+    Args:
+        text: YAML text.
+        name: name of the text, for errors.
+
+    Raises:
+        RecipeError: if the text is not YAML, a key is no string, or a key occurs twice.
     """
     places: dict[Place, tuple[int, int]] = {(): (1, 1)}
 
@@ -95,14 +110,14 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
         elif isinstance(node, yaml.ScalarNode):
             _check_scalar(node, name)
         elif isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
+            keys: set[str] = set()
             for key, value in node.value:
                 line, column = _start(key)
                 if not isinstance(key, yaml.ScalarNode) or key.tag not in KEY_TAGS:
                     raise RecipeError(f"{name}:{line}:{column}: a key must be a string; put it in quotes")
-                if key.value in seen:
+                if key.value in keys:
                     raise RecipeError(f"{name}:{line}:{column}: duplicate key {key.value!r}; remove one")
-                seen.add(key.value)
+                keys.add(key.value)
                 place = (*path, key.value)
                 places[place] = line, column
                 walk(value, place)
@@ -119,7 +134,7 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
 
 
 def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
-    """Raise RecipeError for a scalar with the form of a value but without one, such as a date in the 13th month."""
+    """Raise RecipeError for a scalar that has the form of a value but is none, such as a date in the 13th month."""
     try:
         yaml.SafeLoader("").construct_object(node)
     except ValueError as error:
@@ -130,10 +145,10 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
 
 
 def _where(error: yaml.YAMLError, text: str, name: str) -> str:
-    """The place of an error, 'recipe.yaml:3:1', as far as the parser reports it."""
+    """Return the place of an error, 'recipe.yaml:3:1', as far as the parser reports it."""
     if isinstance(error, ReaderError):  # a character that YAML does not allow
-        before = text[: error.position]
-        return f"{name}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        prefix = text[: error.position]
+        return f"{name}:{prefix.count(chr(10)) + 1}:{len(prefix) - prefix.rfind(chr(10))}"
     mark = getattr(error, "problem_mark", None)
     return f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
 
@@ -143,12 +158,12 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 def _start(node: yaml.Node) -> tuple[int, int]:
-    """Line and column of a node, from 1."""
+    """Return line and column of a node, counted from 1."""
     return node.start_mark.line + 1, node.start_mark.column + 1
 
 
 def nearest(places: Mapping[Place, tuple[int, int]], path: Place) -> tuple[int, int]:
-    """The place of a path, or of the innermost part of it that has one."""
+    """Return the place of a path, or of its innermost part that has one."""
     while path not in places:
         path = path[:-1]
     return places[path]

@@ -1,4 +1,4 @@
-"""The contract of passes as checks, which raise AssertionError; this package tests all its passes with them."""
+"""The checks of the contract of passes, which raise AssertionError; the package tests all its passes with them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Masking(LayerPass):
     paper: ClassVar[str] = "https://example.org/masking"
     makes: ClassVar[frozenset[Fact]] = frozenset({"masked"})
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: object, layer: Layer) -> Solution:
+    def solve(self, weight: Float[Tensor, "out in"], statistics: object, layer: Layer) -> Solution:
         draw = torch.Generator().manual_seed(weight.shape[0])
         keep = (torch.rand(weight.shape, generator=draw) > 0.5).to(weight.device)
         return Solution(weight * keep, keep)
 
 
 def check_described(kind: type[Pass]) -> None:
-    """It says what it does and where it was published, and describes every option."""
+    """Check that the class has a docstring and a publication, and that it describes every option."""
     require(kind.__doc__, "the class needs a docstring of its own")
     require(kind.paper.startswith("https://"), "paper: write the https address of the publication or of the source")
     missing = [name for name, option in kind.model_fields.items() if not option.description]
@@ -51,7 +51,7 @@ def check_described(kind: type[Pass]) -> None:
 
 
 def check_value(step: Pass) -> None:
-    """It is a frozen value of exactly one size, with a verb."""
+    """Check that a pass is a frozen value of exactly one size, with a verb."""
     require(sum(isinstance(step, size) for size in SIZES) == 1, "derive from one of LayerPass, BlockPass, ModelPass")
     require(not inspect.isabstract(type(step)), "its verb is missing")
     for name in type(step).model_fields:
@@ -64,65 +64,71 @@ def check_value(step: Pass) -> None:
 
 
 def check_options(step: Pass) -> None:
-    """Unknown options and wrong patterns are errors, and all options survive a round trip through YAML."""
-    for options, told in (({"tragets": "*"}, "an unknown option"), ({"targets": ["re:("]}, "a wrong pattern")):
+    """Check that unknown options and wrong patterns are errors, and that options survive a round trip through YAML."""
+    for options, mistake in (({"tragets": "*"}, "an unknown option"), ({"targets": ["re:("]}, "a wrong pattern")):
         try:
             changed(step, **options)
         except ValidationError:
             continue
-        raise AssertionError(f"{told} is no error; keep extra='forbid' and the validators of Pass")
+        raise AssertionError(f"{mistake} is no error; keep extra='forbid' and the validators of Pass")
     again = type(step).model_validate(yaml.safe_load(yaml.safe_dump(step.model_dump(mode="json"))))
     require(again == step, "its options are not the same after a round trip through YAML")
 
 
 def check_facts(trial: PassTrial) -> None:
-    """What it declares is what is true of its layers afterwards."""
+    """Check that the declared facts, and no others, hold for the layers of the pass after it."""
     step = trial.step
     require(type(step).makes <= step.effects(ANY_LAYER).facts, "effects must contain the facts of makes")
     require(not step.after & step.never_after, "a fact is in after and in never_after")
     if step.requires.new_shape:
         return
     model = apply(trial.fresh(), trial.chain, trial.ids)
-    others = {fact for other in (*trial.before, *trial.after) for fact in other.effects(ANY_LAYER).facts}
+    neighbours = (*trial.preceding, *trial.following)
+    neighbour_facts = {fact for neighbour in neighbours for fact in neighbour.effects(ANY_LAYER).facts}
     names = list(linears(model))
     inside = [name for name in names if name.startswith(tuple(f"{block}." for block in trial.blocks))]
     for name in chosen_linears(step, inside, trial.label):
-        layer, own = CompressedLinear.of(model.get_submodule(name)), step.for_layer(name) or step
+        layer, layer_step = CompressedLinear.of(model.get_submodule(name)), step.for_layer(name) or step
         true: dict[Fact, bool] = {"masked": layer.mask is not None, "quantized": layer.quantized}
         for fact, holds in true.items():
-            if fact in own.effects(ANY_LAYER).facts:
+            if fact in layer_step.effects(ANY_LAYER).facts:
                 require(holds, f"it declares {fact}, but {name} is not afterwards")
-            elif fact not in others:
+            elif fact not in neighbour_facts:
                 require(not holds, f"{name} is {fact} afterwards; add the fact to makes")
 
 
 def check_apply(trial: PassTrial) -> None:
-    """It changes something, finite and the same again; it leaves the global random state and its input alone."""
-    found = trial.applied
-    same = found.keys() == trial.original.keys() and not differing(found, trial.original)
-    require(not same, "it changes nothing")
-    broken = [n for n, t in found.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+    """Check that the pass changes something, deterministically and to finite values, and leaves its inputs alone."""
+    applied = trial.applied
+    is_unchanged = applied.keys() == trial.original.keys() and not differing(applied, trial.original)
+    require(not is_unchanged, "it changes nothing")
+    broken = [n for n, t in applied.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
     require(not broken, f"NaN or infinity in {broken[:1]}")
-    model, given, before = trial.fresh(), trial.ids.clone(), [hash(step) for step in trial.chain]
+    model, ids, option_hashes = trial.fresh(), trial.ids.clone(), [hash(step) for step in trial.chain]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         state = torch.get_rng_state()
-        require(apply(model, trial.chain, given) is model, "apply returns another model")
+        require(apply(model, trial.chain, ids) is model, "apply returns another model")
         drawn = not torch.equal(torch.get_rng_state(), state)
     require(not drawn, "it draws from the global random state; use a torch.Generator with a seed of its own")
-    again = differing(tensors_of(model), found)
+    again = differing(tensors_of(model), applied)
     require(not again, f"a second time it gives other values, first in {again[:1]}")
-    require(torch.equal(given, trial.ids), "it changes the calibration ids")
-    require([hash(step) for step in trial.chain] == before, "it changes its own options")
+    require(torch.equal(ids, trial.ids), "it changes the calibration ids")
+    require([hash(step) for step in trial.chain] == option_hashes, "it changes its own options")
 
 
 def check_run(trial: PassTrial, folder: Path) -> None:
-    """`run` stores what `apply` computes, as planned, and leaves the model's files alone. folder: for its files."""
+    """Check that `run` stores what `apply` computes and leaves the files of the model alone.
+
+    Args:
+        trial: the pass and its model.
+        folder: empty folder for the model and the checkpoint.
+    """
     trial.fresh().save_pretrained(folder / "model")
     np.save(folder / "ids.npy", trial.ids.numpy())
     files = _digests(folder / "model")
     calibration = Calibration(source=str(folder / "ids.npy"), sequences=None, length=None)
-    asked = Recipe(
+    recipe = Recipe(
         model=str(folder / "model"),
         calibration=calibration,
         plugins=trial.plugins,
@@ -130,9 +136,9 @@ def check_run(trial: PassTrial, folder: Path) -> None:
         save=Save(format="native", verify="own"),
         eval=Evaluate(perplexity=()),
     )
-    shipped, _ = load(run(asked, folder / "out").folder)
-    other = differing(tensors_of(shipped), trial.applied)
-    require(not other, f"the checkpoint holds other values than apply computes, first in {other[:1]}")
+    shipped, _ = load(run(recipe, folder / "out").folder)
+    changed_names = differing(tensors_of(shipped), trial.applied)
+    require(not changed_names, f"the checkpoint holds other values than apply computes, first in {changed_names[:1]}")
     require(_digests(folder / "model") == files, "the files of the model changed")
 
 
@@ -141,42 +147,47 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def check_targets(trial: PassTrial) -> None:
-    """It changes what it is held to, and nothing else."""
+    """Check that the pass changes its targets and nothing else."""
     step, (part, more) = trial.step, trial.part()
     inside = part.removesuffix("*")
     if step.requires.new_shape:
-        return _check_rest_is_there(trial, part)
+        return _check_other_tensors_stay(trial, part)
     untouched = trial.tensors()
     moved = differing(trial.tensors(changed(step, targets=[part])), untouched)
     one_sweep = isinstance(step, BlockPass) or step.requires.unquantized
-    if one_sweep and any(s.requires.data for s in (*trial.before, *trial.after)):  # they calibrate on what it changes
+    neighbours = (*trial.preceding, *trial.following)
+    if one_sweep and any(neighbour.requires.data for neighbour in neighbours):  # calibrated on what the pass changes
         later = tuple(f"{block}." for block in trial.blocks[2:])
         moved = [name for name in moved if not name.startswith(later)]
     require(moved, f"targets: {part} changes nothing")
     outside = [name for name in moved if not name.startswith(inside)]
     require(not outside, f"with targets: {part} it changes {outside[:1]}")
-    rest = trial.tensors(changed(step, targets=more, ignore=[part]))
-    touched = [n for n in rest if n.startswith(inside) and not torch.equal(rest[n], untouched[n])]
+    ignoring = trial.tensors(changed(step, targets=more, ignore=[part]))
+    touched = [n for n in ignoring if n.startswith(inside) and not torch.equal(ignoring[n], untouched[n])]
     require(not touched, f"with ignore: {part} it changes {touched[:1]}")
 
 
-def _check_rest_is_there(trial: PassTrial, part: str) -> None:
-    """Under whatever name; or what is asked cannot be done to a part of the model, and an error says so."""
+def _check_other_tensors_stay(trial: PassTrial, part: str) -> None:
+    """Check that a change of shape keeps untargeted tensors, under any name, or that an error refuses the targets."""
     try:
-        found = trial.tensors(changed(trial.step, targets=[part]))
+        tensors = trial.tensors(changed(trial.step, targets=[part]))
     except TargetError as error:
         return require("uniform" in str(error), f"the error for a part of the model does not say why: {error}")
-    require(found.keys() != trial.original.keys(), "the model keeps its shape")
+    require(tensors.keys() != trial.original.keys(), "the model keeps its shape")
     for name, tensor in trial.original.items():
-        kept = name.startswith(part.removesuffix("*")) or any(torch.equal(tensor, other) for other in found.values())
-        require(kept, f"{name} is lost although it is not targeted")
+        is_target = name.startswith(part.removesuffix("*"))
+        is_kept = is_target or any(torch.equal(tensor, new) for new in tensors.values())
+        require(is_kept, f"{name} is lost although it is not targeted")
 
 
 def check_pruned(trial: PassTrial) -> None:
-    """Weights pruned before stay exactly zero, with zero points too; or it declares that it may not follow pruning."""
+    """Check that pruned weights stay exactly zero, with zero points too, unless the pass must not follow pruning."""
     part, _ = trial.part()
-    both = isinstance(trial.step, Quantizing) and trial.step.weights.startswith("int")
-    for step in (trial.step, changed(trial.step, symmetric=False)) if both and not trial.after else (trial.step,):
+    has_zero_points = isinstance(trial.step, Quantizing) and trial.step.weights.startswith("int")
+    steps = [trial.step]
+    if has_zero_points and not trial.following:
+        steps.append(changed(trial.step, symmetric=False))
+    for step in steps:
         chain = [Masking(), *trial.with_step(changed(step, targets=[part]))]
         if any("masked" in s.never_after for s in chain):
             return _check_refused(chain)
@@ -185,8 +196,8 @@ def check_pruned(trial: PassTrial) -> None:
         model = apply(trial.fresh(), chain, trial.ids)
         for name, mask in masks.items():
             layer = CompressedLinear.of(model.get_submodule(name))
-            kept = layer.mask is not None and int(layer.mask.sum()) <= int(mask.sum())
-            require(kept, f"{name}: the mask of an earlier pass is lost; keep layer.mask")
+            is_kept = layer.mask is not None and int(layer.mask.sum()) <= int(mask.sum())
+            require(is_kept, f"{name}: the mask of an earlier pass is lost; keep layer.mask")
             zero = layer.mask is not None and bool((layer.weight[~layer.mask] == 0).all())
             require(zero, f"{name}: pruned weights are not exactly zero")
 
@@ -200,7 +211,7 @@ def _check_refused(chain: list[Pass]) -> None:
 
 
 def check_patterns(trial: PassTrial) -> None:
-    """Patterns that match nothing are errors before any work."""
+    """Check that patterns that match nothing are errors before any work."""
     for option in ("targets", "ignore"):
         try:
             apply(trial.fresh(), trial.with_step(changed(trial.step, **{option: ["*.q_porj"]})), trial.ids)

@@ -1,4 +1,4 @@
-"""check_pass: the whole contract on one pass, on a small model."""
+"""`check_pass`: check the whole contract of passes on one pass, with a small model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ def check_pass(
 ) -> None:
     """Check that a pass keeps the contract of all passes; nothing is downloaded.
 
-    It is a described, frozen value that survives YAML; its facts are true of what it makes; it is deterministic and
-    leaves the global random state, layers that are not targeted, and pruned weights alone; `run` ships what `apply`
-    makes.
+    The pass is a described, frozen value that survives YAML. Its facts are true of its result. It is deterministic, and
+    leaves the global random state, untargeted layers and pruned weights alone. `run` stores what `apply` computes.
 
-    step: a pass, its class (which is tried with its defaults), or the file of a plugin. before, after: passes that it
-    needs around it. model: makes the model to try it on, the same at every call, with at least three blocks; by default
-    a small one with random weights. ids: calibration ids for the model.
+    Args:
+        step: a pass, its class (tried with default options), or the file of a plugin.
+        before: passes that must precede it.
+        after: passes that must follow it.
+        model: makes the same model at every call, with at least three blocks; default: a small one with random weights.
+        ids: calibration ids for the model, [sequences, length].
 
-    Raises AssertionError, which says what does not hold; RecipeError for a file without a pass, or a class of a script.
+    Raises:
+        AssertionError: if the pass breaks the contract; the message says how.
+        RecipeError: if a file holds no pass, or the class is defined in a script.
     """
     plugins: tuple[str, ...] = ()
     if isinstance(step, (str, Path)):
@@ -42,10 +46,10 @@ def check_pass(
     kind = step if isinstance(step, type) else type(step)
     require(issubclass(kind, Pass), f"{kind.__name__} is not a pass; derive from LayerPass, BlockPass or ModelPass")
     checks.check_described(kind)
-    given = kind() if isinstance(step, type) else step
-    checks.check_value(given)
-    checks.check_options(given)
-    trial = PassTrial(given, model, tiny_ids() if ids is None else ids, tuple(before), tuple(after), plugins)
+    instance = kind() if isinstance(step, type) else step
+    checks.check_value(instance)
+    checks.check_options(instance)
+    trial = PassTrial(instance, model, tiny_ids() if ids is None else ids, tuple(before), tuple(after), plugins)
     for check in (
         checks.check_apply,
         checks.check_facts,

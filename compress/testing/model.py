@@ -1,4 +1,4 @@
-"""A small model with random weights, built in code, to try passes on."""
+"""A small model with random weights, built in code, on which passes are tried."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPREAD = 0.2  # of the weights; the default of transformers, 0.02, would leave t
 
 
 def tiny_model() -> PreTrainedModel:
-    """A decoder of three blocks with grouped-query attention, the same at every call; the global random state stays."""
+    """Build a decoder of three blocks with grouped-query attention and fixed weights; the global random state stays."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -34,5 +34,5 @@ def tiny_model() -> PreTrainedModel:
 
 
 def tiny_ids() -> Tensor:
-    """Calibration ids for the model, [sequences, length]."""
+    """Return calibration ids for the model, [sequences, length]."""
     return torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""PassTrial: a pass, what it is tried on, and the comparison of models tensor by tensor."""
+"""`PassTrial`: a pass and the model it is tried on, and the comparison of models tensor by tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def require(condition: object, message: str) -> None:
 
 
 def changed(step: P, **options: Any) -> P:
-    """The same pass with other options, validated."""
+    """Return the same pass with other options, validated."""
     return type(step).model_validate({**step.model_dump(mode="json"), **options})
 
 
@@ -38,56 +38,66 @@ def _digest(text: str) -> Tensor:
 
 
 def tensors_of(model: PreTrainedModel) -> Tensors:
-    """The dense weight of every linear, digests of the treatment of its inputs and of the cache, all other tensors."""
+    """Return the dense weight of each linear, digests of its transforms and of the cache, and all other tensors."""
     layers = {name: CompressedLinear.of(layer) for name, layer in linears(model).items()}
-    found = {f"{name}.weight": layer.weight.clone() for name, layer in layers.items()}
+    tensors = {f"{name}.weight": layer.weight.clone() for name, layer in layers.items()}
     for name, layer in layers.items():
-        found[f"{name}.inputs"] = _digest(repr([t.sha256() for t in layer.all_transforms]))
-    held = tuple(f"{name}." for name in layers)
-    rest = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)}
-    found |= {name: tensor.clone() for name, tensor in rest.items() if not name.endswith(SCALES)}
+        tensors[f"{name}.inputs"] = _digest(repr([t.sha256() for t in layer.all_transforms]))
+    layer_prefixes = tuple(f"{name}." for name in layers)
+    other_tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(layer_prefixes)}
+    tensors |= {name: tensor.clone() for name, tensor in other_tensors.items() if not name.endswith(SCALES)}
     for name, attention in attentions_with_cache(model).items():
-        found[f"{name}.cache"] = _digest("" if scheme_of(attention) is None else cache_sha256(attention))
-    return found
+        tensors[f"{name}.cache"] = _digest("" if scheme_of(attention) is None else cache_sha256(attention))
+    return tensors
 
 
-def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that differ. Raises AssertionError if the models have other tensors."""
-    require(one.keys() == other.keys(), f"tensors of one model alone: {sorted(one.keys() ^ other.keys())[:3]}")
-    return [name for name in one if not torch.equal(one[name], other[name])]
+def differing(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that differ.
+
+    Raises:
+        AssertionError: if the models do not have the same tensor names.
+    """
+    unpaired = sorted(tensors.keys() ^ expected.keys())
+    require(not unpaired, f"tensors of one model alone: {unpaired[:3]}")
+    return [name for name in tensors if not torch.equal(tensors[name], expected[name])]
 
 
 @dataclass(eq=False)
 class PassTrial:
-    """A pass and what it is tried on.
+    """A pass and the model it is tried on.
 
-    fresh: makes the same model at every call, with at least three blocks. ids: calibration ids. before, after: the
-    passes that it needs around it. plugins: the files of these passes, if they come from files.
+    Attributes:
+        step: the pass.
+        fresh: makes the same model at every call, with at least three blocks.
+        ids: calibration ids, [sequences, length].
+        preceding: passes that must precede it.
+        following: passes that must follow it.
+        plugins: files of these passes, if they come from files.
     """
 
     step: Pass
     fresh: Callable[[], PreTrainedModel]
     ids: Tensor
-    before: tuple[Pass, ...] = ()
-    after: tuple[Pass, ...] = ()
+    preceding: tuple[Pass, ...] = ()
+    following: tuple[Pass, ...] = ()
     plugins: tuple[str, ...] = ()
 
     @property
     def chain(self) -> list[Pass]:
-        """The pass among those around it."""
+        """The pass with its preceding and following passes."""
         return self.with_step(self.step)
 
     def with_step(self, *steps: Pass) -> list[Pass]:
-        """The passes around it, and others in its place."""
-        return [*self.before, *steps, *self.after]
+        """Return the preceding passes, these passes, and the following passes."""
+        return [*self.preceding, *steps, *self.following]
 
     @property
     def label(self) -> str:
         """The label of the pass in the chain."""
-        return f"passes[{len(self.before)}] {self.step.key()}"
+        return f"passes[{len(self.preceding)}] {self.step.key()}"
 
     def tensors(self, *steps: Pass) -> Tensors:
-        """`tensors_of` the model after the chain with these passes in place of the pass."""
+        """Return `tensors_of` the model after the chain with these passes in place of the pass."""
         chain = self.with_step(*steps)
         return tensors_of(apply(self.fresh(), chain, self.ids) if chain else self.fresh())
 
@@ -107,7 +117,7 @@ class PassTrial:
         return [block.name for block in find_blocks(self.fresh())]
 
     def part(self) -> tuple[str, list[str]]:
-        """A pattern of what the pass is held to, and patterns of this and some more: one linear, or one block."""
+        """Return a pattern of one linear (or block), and patterns of that and some more, as targets of the pass."""
         second, third = self.blocks[1:3]
         if not isinstance(self.step, LayerPass):
             return f"{second}.*", [f"{second}.*", f"{third}.*"]

@@ -330,7 +330,7 @@ def test_a_reader_in_an_order_of_its_own_is_no_end_of_a_link_and_a_link_of_anoth
     forward = lambda b: b(x)  # noqa: E731
     (link,) = find_permutations(block, forward)
     assert find_permutations(block, forward, [link]) == [link]
-    assert permute(block, link, torch.arange(8).flip(0), forward).kept
+    assert permute(block, link, torch.arange(8).flip(0), forward).is_kept
     replace_linear(block, "out").permute_input(torch.arange(8).flip(0))
     assert find_permutations(block, forward, [link]) == find_permutations(block, forward) == []
 

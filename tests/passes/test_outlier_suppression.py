@@ -160,7 +160,7 @@ def test_a_shift_is_in_both_biases():
     assert (link.source, link.readers) == ("v", ("o",)) and without_bias(block, link) == []
     before = copy.deepcopy(block)
     shift = torch.arange(6.0)
-    assert fold_shift(block, link, shift, lambda module: module(random(2, 9, WIDTH))).kept
+    assert fold_shift(block, link, shift, lambda module: module(random(2, 9, WIDTH))).is_kept
     torch.testing.assert_close(block.v.bias, before.v.bias - shift)
     torch.testing.assert_close(block.o.bias, before.o.bias + before.o.weight @ shift)
 

@@ -9,7 +9,7 @@ import compress
 from compress import RTN, SliceGPT, Wanda
 from compress.errors import ModelError, RecipeError, TargetError
 from compress.models.reshape import rotation as of_hidden_states
-from compress.models.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, with_own_head
+from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, with_own_head
 from compress.models.reshape.widths import hidden_width
 from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
@@ -17,7 +17,7 @@ from compress.passes.reshape import slicegpt
 from compress.passes.reshape.slicegpt import covariance_of
 from compress.pipeline.plan import plan
 
-TOLD = Told("here", "use narrow")
+REFUSAL = Refusal("here", "use narrow")
 SMALL = {"num_hidden_layers": 2, "rms_norm_eps": 1e-12}
 
 
@@ -64,15 +64,15 @@ def test_a_rank_higher_than_what_is_left_loses_something(tiny, ids):
 
 def test_norms_are_folded_and_any_rotation_changes_nothing(tiny, ids):
     """Their weights are 1 afterwards, each in the linears that read it; a random rotation is as good as any."""
-    model = with_own_head(tiny("qwen3", tie_word_embeddings=True), TOLD)
+    model = with_own_head(tiny("qwen3", tie_word_embeddings=True), REFUSAL)
     before, width = logits(model, ids()), hidden_width(model, lambda size: 24)
-    readers = readers_of_norms(model, width, ids(1), TOLD)
+    readers = readers_of_norms(model, width, ids(1), REFUSAL)
     assert readers["model.norm"] == ["lm_head"] and len(readers) == 7
-    folded = fold_norms(model, readers, ids(1), TOLD)
+    folded = fold_norms(model, readers, ids(1), REFUSAL)
     assert near(logits(folded, ids()), before, 1e-5)
     assert all(bool((folded.get_submodule(name).weight == 1).all()) for name in readers)
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(2)))
-    turned, error = rotate(folded, width, list(readers), rotation, ids(1), TOLD)
+    turned, error = rotate(folded, width, list(readers), rotation, ids(1), REFUSAL)
     assert error < 1e-5 and not torch.allclose(turned["lm_head.weight"], folded.lm_head.weight, atol=1e-2)
 
 

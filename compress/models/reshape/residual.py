@@ -17,69 +17,85 @@ from compress.models.reshape.widths import Width
 from compress.models.structure.probes import norms_of
 from compress.numerics.metrics import relative_error
 
-TRADED = 1e-4  # relative, float32, whole model: a valid permutation gives 1e-6, an invalid one more than 1e-2
-SAME = 1e-2  # relative, in the model's dtype: another summation order in half precision gives 5e-3, a wrong cut > 1e-1
+LOGITS_TOLERANCE = 1e-4  # relative, float32, whole model: a valid permutation gives 1e-6, an invalid one more than 1e-2
+CUT_TOLERANCE = 1e-2  # relative, in the model's dtype: half precision rounds to 5e-3, a wrong cut gives over 1e-1
 
 FORMS = ("weight", "1 + weight")
 """How norms use their weight."""
 
 
-def check_traded(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch length"], where: str) -> None:
-    """Raise ModelError unless a permutation of the hidden channels in all their tensors leaves the logits unchanged."""
+def check_interchangeable(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch length"], label: str) -> None:
+    """Check that a permutation of the hidden channels in all their tensors leaves the logits unchanged.
+
+    Raises:
+        ModelError: if the logits change.
+    """
     plain = {name: tensor.float() for name, tensor in tensors(model).items()}
     size = next(iter(width.axes.values()))[0]
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).to(next(iter(plain.values())).device)
-    traded = along(plain, width, lambda tensor, dim: tensor.index_select(dim, order))
-    before = logits_of(build(model, model.config, plain), ids)
-    error = relative_error(logits_of(build(model, model.config, traded), ids), before)
-    if not error < TRADED:
+    permuted = change_along(plain, width, lambda tensor, dim: tensor.index_select(dim, order))
+    expected = logits_of(build(model, model.config, plain), ids)
+    error = relative_error(logits_of(build(model, model.config, permuted), ids), expected)
+    if not error < LOGITS_TOLERANCE:
         raise ModelError(
-            f"{where}: a permutation of the hidden channels changes the logits (relative error {error:.2g}), so the "
+            f"{label}: a permutation of the hidden channels changes the logits (relative error {error:.2g}), so the "
             "channels are not interchangeable; leave out the hidden width"
         )
 
 
-def along(held: Mapping[str, Tensor], width: Width, change: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-    """The tensors, each changed along every dimension that belongs to the width."""
-    found = dict(held)
+def change_along(
+    weights: Mapping[str, Tensor], width: Width, change: Callable[[Tensor, int], Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors, each changed along every dimension that belongs to the width."""
+    changed = dict(weights)
     for name, dim in width.axes:
-        found[name] = change(found[name], dim).contiguous()
-    return found
+        changed[name] = change(changed[name], dim).contiguous()
+    return changed
 
 
 def cut_hidden_channels(
     model: PreTrainedModel,
     config: PretrainedConfig,
-    held: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     width: Width,
-    kept: Int[Tensor, " kept"],
+    channels: Int[Tensor, " kept"],
     ids: Int[Tensor, "batch length"],
-    where: str,
+    label: str,
 ) -> PreTrainedModel:
-    """Build the model of `config` with the kept hidden channels, equivalent to zeroing the other channels.
+    """Build the model of `config` with some hidden channels, equivalent to setting the others to zero.
 
     A norm averages over d' channels instead of d. With the same x, x / rms is then sqrt(d' / d) times its old value;
-    the norms' weights compensate for that factor.
+    the weights of the norms compensate for that factor.
 
-    Raises ModelError when the number of hidden channels has any further effect.
+    Args:
+        model: model with all hidden channels.
+        config: configuration of the narrower model.
+        weights: tensors of the model.
+        width: the hidden width.
+        channels: hidden channels that are left.
+        ids: token ids on which the logits are compared.
+        label: label of the pass, for errors.
+
+    Raises:
+        ModelError: if the number of hidden channels has any further effect.
     """
-    size, left = next(iter(width.axes.values()))
-    assert left == len(kept)
-    silent = torch.ones(size, dtype=torch.bool, device=kept.device)
-    silent[kept] = False
-    quiet = along(held, width, lambda tensor, dim: tensor.index_fill(dim, silent.nonzero()[:, 0], 0))
-    wanted = logits_of(build(model, model.config, quiet), ids)
-    small = along(held, width, lambda tensor, dim: tensor.index_select(dim, kept))
+    size, remaining = next(iter(width.axes.values()))
+    assert remaining == len(channels)
+    silent = torch.ones(size, dtype=torch.bool, device=channels.device)
+    silent[channels] = False
+    quiet = change_along(weights, width, lambda tensor, dim: tensor.index_fill(dim, silent.nonzero()[:, 0], 0))
+    expected = logits_of(build(model, model.config, quiet), ids)
+    small = change_along(weights, width, lambda tensor, dim: tensor.index_select(dim, channels))
     norms = [f"{name}.weight" for name in norms_of(model) if (f"{name}.weight", 0) in width.axes]
-    grown = math.sqrt(size / left)
+    grown = math.sqrt(size / remaining)
     for form in FORMS:
         more = {n: small[n] * grown if form == "weight" else (1 + small[n]) * grown - 1 for n in norms}
         new = build(model, config, small | more)
-        error = relative_error(logits_of(new, ids), wanted)
-        if error < SAME:
+        error = relative_error(logits_of(new, ids), expected)
+        if error < CUT_TOLERANCE:
             return new
     raise ModelError(
-        f"{where}: the model with {left} of {size} hidden channels differs from the model with the others set to zero "
-        f"(relative error {error:.2g}): a module other than an RMS norm depends on their number; "
+        f"{label}: the model with {remaining} of {size} hidden channels differs from the model with the others set to "
+        f"zero (relative error {error:.2g}): a module other than an RMS norm depends on their number; "
         "leave out the hidden width"
     )

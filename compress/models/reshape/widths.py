@@ -24,54 +24,63 @@ Axes = dict[tuple[str, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Width:
-    """A width that can be changed. edits: of the configuration. axes: the tensor dimensions that they narrow."""
+    """A width that can be changed.
+
+    Attributes:
+        edits: edits of the configuration.
+        axes: tensor dimensions that the edits narrow.
+    """
 
     edits: Mapping[Path, Any]
     axes: Axes
 
     def modules(self, side: str, model: PreTrainedModel) -> list[str]:
-        """Full names of the linears that it narrows on the given side: 'in' or 'out' channels."""
-        found = linears(model)
-        places = {name: _side(found[name], side) for name in found}
+        """Return the full names of the linears that it narrows on one side: 'in' or 'out' channels."""
+        linear_by_name = linears(model)
+        places = {name: _side(linear_by_name[name], side) for name in linear_by_name}
         return [name for name, dim in places.items() if (f"{name}.weight", dim) in self.axes]
 
 
 def _side(linear: Any, side: str) -> int:
-    """The dimension of the stored weight that holds the input or output channels."""
+    """Return the dimension of the stored weight that holds the input or output channels."""
     return int(CompressedLinear.of(linear).transposed != (side == "in"))
 
 
-def _axes(model: PreTrainedModel, held: Shapes, edits: Mapping[Path, Any]) -> Axes | None:
-    """The dimensions that these edits change; None if the model cannot be built or has other tensors."""
+def _axes(model: PreTrainedModel, old_shapes: Shapes, edits: Mapping[Path, Any]) -> Axes | None:
+    """Return the dimensions that these edits change; None if the model cannot be built or has other tensors."""
     config = changed(model.config, edits)
     built = None if config is None else sketch(model, config)
     new = {} if built is None else shapes(built)
-    if new.keys() != held.keys() or any(len(new[name]) != len(held[name]) for name in held):
+    if new.keys() != old_shapes.keys() or any(len(new[name]) != len(old) for name, old in old_shapes.items()):
         return None
-    pairs = ((name, d, old, now) for name in held for d, (old, now) in enumerate(zip(held[name], new[name])))  # noqa: B905
-    return {(name, d): (old, now) for name, d, old, now in pairs if old != now}
+    return {
+        (name, dim): sizes
+        for name, old in old_shapes.items()
+        for dim, sizes in enumerate(zip(old, new[name], strict=True))
+        if sizes[0] != sizes[1]
+    }
 
 
 def _inside(model: PreTrainedModel, axes: Axes) -> bool:
-    """Whether all changed tensors are inside the blocks."""
+    """Return whether all changed tensors are inside the blocks."""
     prefixes = tuple(f"{block.name}." for block in find_blocks(model))
     return all(name.startswith(prefixes) for name, _ in axes)
 
 
 def _key(model: PreTrainedModel, common: str) -> Path:
-    """The model's own key for a name that all transformers configurations share (`attribute_map`)."""
+    """Return the place of an entry in this model's configuration, from its common name (`attribute_map`)."""
     config = text_config(model.config)
     return (*_prefix(model), config.attribute_map.get(common, common))
 
 
 def _prefix(model: PreTrainedModel) -> Path:
-    """The place of the language model's configuration in that of the whole model."""
+    """Return the place of the language model's configuration in that of the whole model."""
     text = text_config(model.config)
     return tuple(key for key, value in vars(model.config).items() if value is text and text is not model.config)
 
 
 def _head_size(model: PreTrainedModel) -> dict[Path, Any]:
-    """The head size as an edit, for configurations that derive it from other entries."""
+    """Return the head size as an edit, for configurations that derive it from other entries."""
     config = text_config(model.config)
     heads, width = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
     missing = getattr(config, "head_dim", None) is None and heads and width % heads == 0
@@ -79,78 +88,90 @@ def _head_size(model: PreTrainedModel) -> dict[Path, Any]:
 
 
 def _first(model: PreTrainedModel, tries: Iterator[Mapping[Path, Any]], fits: Callable[[Axes], bool]) -> Width | None:
-    """The first edits that change any dimension and that `fits` accepts."""
-    held = shapes(model)
+    """Return the width of the first edits that change any dimension and that `fits` accepts."""
+    old_shapes = shapes(model)
     for edits in tries:
-        axes = _axes(model, held, edits)
+        axes = _axes(model, old_shapes, edits)
         if axes and fits(axes):
             return Width(edits, axes)
     return None
 
 
 def ffn_widths(model: PreTrainedModel, narrower: Callable[[int], int]) -> list[Width]:
-    """The intermediate widths of feed-forward layers, one per size that they have.
+    """Return the intermediate widths of feed-forward layers, one per size.
 
     A candidate is an entry of the configuration whose value equals the number of input channels of a linear in the
-    blocks, or an entry that is None because its value is derived. narrower: maps a size to the new size.
+    blocks, or an entry that is None because its value is derived.
 
-    Raises ModelError when the configuration has no such entry.
+    Args:
+        model: model to narrow.
+        narrower: maps a size to the new size.
+
+    Raises:
+        ModelError: if the configuration has no such entry.
     """
     hidden = getattr(text_config(model.config), "hidden_size", None)
     blocks = find_blocks(model)
     sizes = {CompressedLinear.of(m).shape[1] for block in blocks for m in linears(block.module).values()}
-    known, found = entries(model.config), []
+    values_by_path, widths = entries(model.config), []
     for size in sorted(sizes - {hidden}):
         small = narrower(size)
-        named = [path for path, value in known.items() if type(value) is int and value == size]
-        derived = [path for path, value in known.items() if value is None]
+        stated = [path for path, value in values_by_path.items() if type(value) is int and value == size]
+        derived = [path for path, value in values_by_path.items() if value is None]
 
         def fits(axes: Axes, size: int = size, small: int = small) -> bool:
-            whole = all(old % size == 0 and new * size == old * small for old, new in axes.values())
+            is_proportional = all(old % size == 0 and new * size == old * small for old, new in axes.values())
             read = Width({}, axes).modules("in", model)
-            return whole and _inside(model, axes) and bool(read)
+            return is_proportional and _inside(model, axes) and bool(read)
 
-        width = _first(model, ({path: small} for path in [*named, *derived]), fits)
+        width = _first(model, ({path: small} for path in [*stated, *derived]), fits)
         if width is not None:
-            found.append(width)
-    if not found:
+            widths.append(width)
+    if not widths:
         raise ModelError(
             "model: no entry of its configuration sets the width of its feed-forward layers, so they cannot be "
             "narrowed; leave out ffn"
         )
-    return found
+    return widths
 
 
-def head_width(model: PreTrainedModel, groups: int, left: int) -> Width:
-    """The width of attention with `left` of its `groups` groups of heads (key-value heads; else single heads).
+def head_width(model: PreTrainedModel, groups: int, remaining: int) -> Width:
+    """Return the width of attention with fewer groups of heads.
 
-    Raises ModelError when no configuration has fewer heads of the same size.
+    Args:
+        model: model to narrow.
+        groups: number of groups: key-value heads, or single heads.
+        remaining: number of groups that are left.
+
+    Raises:
+        ModelError: if no configuration has fewer heads of the same size.
     """
     heads = _key(model, "num_attention_heads")
     count, added = getattr(text_config(model.config), "num_attention_heads", 0), _head_size(model)
     numbers = [p for p, v in entries(model.config).items() if type(v) is int and v == groups and p != heads]
-    tries = [{heads: count * left // groups, path: left} for path in numbers]
+    tries = [{heads: count * remaining // groups, path: remaining} for path in numbers]
     if count == groups:
-        tries.append({heads: left})
+        tries.append({heads: remaining})
 
     def fits(axes: Axes) -> bool:
-        whole = all(old % groups == 0 and new * groups == old * left for old, new in axes.values())
+        is_proportional = all(old % groups == 0 and new * groups == old * remaining for old, new in axes.values())
         reads, writes = (set(Width({}, axes).modules(side, model)) for side in ("in", "out"))
-        return whole and _inside(model, axes) and bool(reads) and len(writes) >= len(reads)
+        return is_proportional and _inside(model, axes) and bool(reads) and len(writes) >= len(reads)
 
     width = _first(model, iter([*tries, *({**edits, **added} for edits in tries if added)]), fits)
     if width is None:
         raise ModelError(
-            f"model: its configuration cannot express {left} of {groups} groups of heads, because it derives the "
+            f"model: its configuration cannot express {remaining} of {groups} groups of heads, because it derives the "
             "head size from the hidden width; leave out heads"
         )
     return width
 
 
 def hidden_width(model: PreTrainedModel, narrower: Callable[[int], int]) -> Width:
-    """The width of the hidden states between blocks.
+    """Return the width of the hidden states between blocks.
 
-    Raises ModelError when no configuration has a smaller hidden width and all other sizes unchanged.
+    Raises:
+        ModelError: if no configuration has a smaller hidden width and all other sizes unchanged.
     """
     if text_config(model.config) is not model.config:
         raise ModelError(
@@ -160,18 +181,18 @@ def hidden_width(model: PreTrainedModel, narrower: Callable[[int], int]) -> Widt
     path = _key(model, "hidden_size")
     size, heads = model.config.hidden_size, getattr(model.config, "num_attention_heads", 1)
     small, added = narrower(size), _head_size(model)
-    others = [p for p, v in entries(model.config).items() if type(v) is int and v == size and p != path]
+    equal_paths = [p for p, v in entries(model.config).items() if type(v) is int and v == size and p != path]
 
-    def found(small: int) -> Width | None:
-        tries = [{path: small}, *({path: small, other: small} for other in others)]
+    def width_of(small: int) -> Width | None:
+        tries = [{path: small}, *({path: small, equal_path: small} for equal_path in equal_paths)]
 
         def fits(axes: Axes) -> bool:
             return all(pair == (size, small) for pair in axes.values()) and not _inside(model, axes)
 
         return _first(model, iter([*tries, *({**edits, **added} for edits in tries if added)]), fits)
 
-    width, near = found(small), small // heads * heads
-    if width is None and 0 < near < small and found(near) is not None:
+    width, near = width_of(small), small // heads * heads
+    if width is None and 0 < near < small and width_of(near) is not None:
         raise ModelError(
             f"model: its configuration requires that its {heads} heads divide the hidden width, but {small} is not a "
             f"multiple; use multiple: {heads}, or a fraction that leaves {near} of {size}"

@@ -20,9 +20,13 @@ from compress.models.kinds.kinds import texts_in_row
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its position, its full name in the model, the module, and the number of its stack.
+    """One block of a model.
 
-    index: counted over all stacks, in the order in which they run.
+    Attributes:
+        index: position, counted over all stacks, in the order in which they run.
+        name: full name in the model.
+        module: the block.
+        stack: number of its stack.
     """
 
     index: int
@@ -38,23 +42,24 @@ def find_blocks(model: nn.Module) -> list[Block]:
     with several parts, such as a vision and a language model, only the part with the token embeddings counts. Capturing
     the inputs of the blocks checks later that each block feeds the next.
 
-    Raises ModelError when the model, or one of its stacks, has no ModuleList with entries.
+    Raises:
+        ModelError: if the model, or one of its stacks, has no ModuleList with entries.
     """
     blocks: list[Block] = []
     for number, part in enumerate(_parts_with_stacks(model)):
-        name, found = _largest_list(model, part)
-        first = len(blocks)
-        blocks += [Block(first + i, f"{name}.{i}", block, number) for i, block in enumerate(found)]
+        name, block_list = _largest_list(model, part)
+        start = len(blocks)
+        blocks += [Block(start + i, f"{name}.{i}", block, number) for i, block in enumerate(block_list)]
     return blocks
 
 
 def stack_of(blocks: Sequence[Block], number: int) -> list[Block]:
-    """The blocks of a stack."""
+    """Return the blocks of a stack."""
     return [block for block in blocks if block.stack == number]
 
 
 def _parts_with_stacks(model: nn.Module) -> list[list[str]]:
-    """For each stack, the prefixes of the parts of a model that may contain it; the first that has a list does."""
+    """Return for each stack the prefixes of the parts of a model that may contain it, the preferred one first."""
     if not isinstance(model, PreTrainedModel) or texts_in_row(model) == 1:
         return [[*_parts_with_embeddings(model), ""]]
     names = {id(module): name for name, module in model.named_modules()}
@@ -68,19 +73,20 @@ def _parts_with_stacks(model: nn.Module) -> list[list[str]]:
 
 def _largest_list(model: nn.Module, parts: Sequence[str]) -> tuple[str, nn.ModuleList]:
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
-    outer = {name: module for name, module in lists.items() if not any(name.startswith(other + ".") for other in lists)}
+    prefixes = tuple(f"{name}." for name in lists)
+    outer = {name: module for name, module in lists.items() if not name.startswith(prefixes)}
     inside = ({name: module for name, module in outer.items() if name.startswith(part)} for part in parts)
-    found = next(filter(None, inside), None)
-    if found is None:
+    lists_in_part = next(filter(None, inside), None)
+    if lists_in_part is None:
         raise ModelError(
             f"model: {type(model).__name__} has no list of blocks (no torch.nn.ModuleList with entries); "
             "use a model that is built of repeated blocks"
         )
-    return max(found.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return max(lists_in_part.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
 def _parts_with_embeddings(model: nn.Module) -> list[str]:
-    """The prefixes of the transformers models inside a model that contain its token embeddings, innermost first."""
+    """Return the prefixes of the transformers models inside a model with its token embeddings, innermost first."""
     try:
         embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     except NotImplementedError:  # no token embeddings
@@ -101,5 +107,5 @@ def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def linears_of_blocks(model: nn.Module) -> list[str]:
-    """The full names of all linears inside the blocks."""
+    """Return the full names of all linears inside the blocks."""
     return [f"{block.name}.{name}" for block in find_blocks(model) for name in linears(block.module)]

@@ -25,21 +25,29 @@ ChannelMap = dict[str, Int[Tensor, " in"]]
 
 
 def ratios(
-    before: Float[Tensor, "tokens in"], after: Float[Tensor, "tokens in"]
+    plain: Float[Tensor, "tokens in"], probed: Float[Tensor, "tokens in"]
 ) -> tuple[Float[Tensor, " in"], Bool[Tensor, " in"]]:
-    """(r, linear): the least-squares factor r_j from column j before to column j after, and whether it is exact."""
-    before, after = before.double(), after.double()
-    square = before.square().sum(0)
-    ratio = (before * after).sum(0) / square.clamp(min=torch.finfo(torch.float64).tiny)
-    linear = (after - ratio * before).norm(dim=0) <= LINEAR_TOLERANCE * after.norm(dim=0)
+    """Compare the inputs of a reader in the plain run and in a probe run, column by column.
+
+    Returns:
+        The least-squares factor of each column from the plain to the probed values, and whether it is exact.
+    """
+    plain, probed = plain.double(), probed.double()
+    square = plain.square().sum(0)
+    ratio = (plain * probed).sum(0) / square.clamp(min=torch.finfo(torch.float64).tiny)
+    linear = (probed - ratio * plain).norm(dim=0) <= LINEAR_TOLERANCE * probed.norm(dim=0)
     return ratio, linear & (square > 0)
 
 
 def all_at_once(probe: Probe, source: str, width: int, equal_tokens: bool = False) -> ChannelMap:
-    """Find columns that are linear in one channel, scaling all channels at once.
+    """Find columns that are linear in one channel by scaling all channels at once.
 
-    equal_tokens: every token gets the output of the first token. Attention then averages equal values and is linear in
-    the values of a fused projection, whatever its queries and keys are.
+    Args:
+        probe: the block and its plain run.
+        source: linear whose output channels are scaled.
+        width: number of output channels of the source.
+        equal_tokens: whether every token gets the output of the first token. Attention then averages equal values and
+            is linear in the values of a fused projection, whatever its queries and keys are.
     """
     number = _shuffled(width)
     base = probe.base
@@ -84,44 +92,44 @@ def by_halves(probe: Probe, source: str, width: int) -> ChannelMap:
 
 
 def _first_token(output: Tensor) -> Tensor:
-    """The first token's output for all tokens, [..., tokens, channels]."""
+    """Return the output of the first token for all tokens, [..., tokens, channels]."""
     return output[..., :1, :].expand_as(output).clone()
 
 
 def _shuffled(width: int) -> Int[Tensor, " channels"]:
-    """A random number for each channel, so that neighbouring channels share no digits."""
+    """Return a random number for each channel, so that neighbouring channels share no digits."""
     return torch.randperm(width, generator=torch.Generator().manual_seed(width))
 
 
-def _digits(before: Tensor, after: Tensor) -> Int[Tensor, " in"]:
-    """The digit that each column spells, or UNKNOWN."""
-    ratio, linear = ratios(before, after)
+def _digits(plain: Tensor, probed: Tensor) -> Int[Tensor, " in"]:
+    """Return the digit that each column encodes, or UNKNOWN."""
+    ratio, linear = ratios(plain, probed)
     far = (ratio.cpu()[:, None] / FACTORS.double() - 1).abs()
     best = far.argmin(1)
-    known = linear.cpu() & (far.amin(1) < LINEAR_TOLERANCE)
-    return torch.where(known, best, UNKNOWN)
+    is_digit = linear.cpu() & (far.amin(1) < LINEAR_TOLERANCE)
+    return torch.where(is_digit, best, UNKNOWN)
 
 
-def _state(before: Tensor, after: Tensor) -> Int[Tensor, " in"]:
-    """0: the column is unchanged; 1: it is HALF_FACTOR times its value before; 2: neither."""
-    ratio, linear = ratios(before, after)
-    same = linear & ((ratio - 1).abs() < LINEAR_TOLERANCE)
-    scaled = linear & ((ratio / HALF_FACTOR - 1).abs() < LINEAR_TOLERANCE)
-    return torch.where(same, 0, torch.where(scaled, 1, 2)).cpu()
+def _state(plain: Tensor, probed: Tensor) -> Int[Tensor, " in"]:
+    """Return 0 for an unchanged column, 1 for one that is HALF_FACTOR times its plain values, 2 otherwise."""
+    ratio, linear = ratios(plain, probed)
+    is_unchanged = linear & ((ratio - 1).abs() < LINEAR_TOLERANCE)
+    is_scaled = linear & ((ratio / HALF_FACTOR - 1).abs() < LINEAR_TOLERANCE)
+    return torch.where(is_unchanged, 0, torch.where(is_scaled, 1, 2)).cpu()
 
 
 def _bit(with_ones: Tensor, with_zeros: Tensor) -> Int[Tensor, " in"]:
-    """The bit of a column's linear channel, or UNKNOWN when the two runs do not determine it.
+    """Return the bit of a column's linear channel, or UNKNOWN when the two runs do not determine it.
 
     The linear channel is in exactly one of the two halves: the half that scales the column linearly, and not the half
     that leaves it unchanged.
     """
-    one = (with_ones == 1) & (with_zeros != 1) | (with_zeros == 0) & (with_ones == 2)
-    zero = (with_zeros == 1) & (with_ones != 1) | (with_ones == 0) & (with_zeros == 2)
-    return torch.where(one, 1, torch.where(zero, 0, UNKNOWN))
+    is_one = (with_ones == 1) & (with_zeros != 1) | (with_zeros == 0) & (with_ones == 2)
+    is_zero = (with_zeros == 1) & (with_ones != 1) | (with_ones == 0) & (with_zeros == 2)
+    return torch.where(is_one, 1, torch.where(is_zero, 0, UNKNOWN))
 
 
 def _named(numbers: ChannelMap, number: Tensor) -> ChannelMap:
     """Map channel numbers back to channels; readers with a number that no channel has are dropped."""
     back = number.argsort()
-    return {n: back[found] for n, found in numbers.items() if int(found.max()) < len(back)}
+    return {name: back[coded] for name, coded in numbers.items() if int(coded.max()) < len(back)}

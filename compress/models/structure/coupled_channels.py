@@ -24,7 +24,14 @@ PROBE_FACTOR = 2.0  # the factor of rows whose effect is probed
 
 @dataclass(frozen=True, eq=False)
 class CoupledChannels:
-    """The coupled channels of one reader. rows: per source, the output channels of each set. columns: of the reader."""
+    """The coupled channels of one reader.
+
+    Attributes:
+        sources: linears whose output channels are coupled.
+        rows: per source, the output channels of each set.
+        reader: linear whose input columns are coupled with them.
+        columns: input columns of the reader in each set.
+    """
 
     sources: tuple[str, ...]
     rows: tuple[Int[Tensor, "bundles rows"], ...]
@@ -36,42 +43,48 @@ class CoupledChannels:
 
 
 def coupled_ffn_channels(block: nn.Module, forward: Forward, readers: Collection[str]) -> list[CoupledChannels]:
-    """Coupled channels of feed-forward layers, for the given readers (names inside the block) with a one-part link."""
-    found = []
+    """Find the coupled channels of feed-forward layers: of readers with a link that has one part.
+
+    Args:
+        block: block of a model.
+        forward: forward pass of the block on fixed inputs.
+        readers: names of linears inside the block.
+    """
+    coupled_channels = []
     for link in find_permutations(block, forward):
         (reader,) = link.readers
         if reader in readers and int(link.parts.max()) == 0:
-            found.append(
+            coupled_channels.append(
                 CoupledChannels(link.sources, tuple(c[:, None] for c in link.channels), reader, _sorted(link.slots))
             )
-    return found
+    return coupled_channels
 
 
 def coupled_heads(
     block: nn.Module, forward: Forward, readers: Collection[str], sources: Collection[str]
 ) -> list[CoupledChannels]:
-    """Coupled channels of attention: per part of a link from values, the source rows that only it depends on."""
+    """Find the coupled channels of attention: per part of a link from values, the source rows that affect only it."""
     links = [link for link in find_permutations(block, forward) if link.readers[0] in readers]
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
-        found = [_heads(probe, link, [s for s in probe.linears if s in sources]) for link in links]
-        return [coupled for coupled in found if coupled is not None and holds(probe, coupled)]
+        head_channels = [_heads(probe, link, [s for s in probe.linears if s in sources]) for link in links]
+        return [coupled for coupled in head_channels if coupled is not None and holds(probe, coupled)]
 
 
-def still_hold(block: nn.Module, forward: Forward, found: list[CoupledChannels]) -> bool:
-    """Whether coupled channels found in a block of the same signature also hold in this block."""
+def still_hold(block: nn.Module, forward: Forward, coupled_channels: list[CoupledChannels]) -> bool:
+    """Return whether coupled channels of a block with the same signature also hold in this block."""
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
-        return all(holds(probe, coupled) for coupled in found)
+        return all(holds(probe, channels) for channels in coupled_channels)
 
 
 def _sorted(of: Int[Tensor, " channels"]) -> Int[Tensor, "bundles channels"]:
-    """The channels of each set, ascending; of: the set of each channel, where all sets have the same size."""
+    """Return the channels of each set in ascending order, given the set of each channel; all sets are equally large."""
     return of.argsort(stable=True).reshape(int(of.max()) + 1, -1)
 
 
 def _even(of: Tensor, count: int) -> bool:
-    """Whether all sets have the same number of channels."""
+    """Return whether all sets have the same number of channels."""
     return bool((of >= 0).all()) and len(set(torch.bincount(of, minlength=count).tolist())) == 1
 
 
@@ -85,7 +98,7 @@ def _heads(probe: Probe, link: Permutation, sources: list[str]) -> CoupledChanne
 
 
 def _owners(probe: Probe, source: str, reader: str, part: Tensor) -> Int[Tensor, " out"]:
-    """The part of the reader's columns that each of the source's channels affects; -1 where it affects several.
+    """Return the part of the reader's columns that each channel of the source affects; -1 if it affects several.
 
     Ranges of channels are halved until a range affects one part only.
     """
@@ -96,8 +109,8 @@ def _owners(probe: Probe, source: str, reader: str, part: Tensor) -> Int[Tensor,
         factor = torch.ones(len(owners))
         factor[start:end] = PROBE_FACTOR
         probe.run({source: lambda y, f=factor: y * f.to(y)})
-        before, after = probe.reached([reader])[reader]
-        moved = ((after - before).norm(dim=0) > MOVED * before.norm(dim=0)).cpu()
+        plain, probed = probe.reached([reader])[reader]
+        moved = ((probed - plain).norm(dim=0) > MOVED * plain.norm(dim=0)).cpu()
         reached = part[moved].unique()
         if len(reached) == 1:
             owners[start:end] = reached
@@ -109,19 +122,19 @@ def _owners(probe: Probe, source: str, reader: str, part: Tensor) -> Int[Tensor,
     return owners
 
 
-def holds(probe: Probe, found: CoupledChannels) -> bool:
-    """Whether the output is unchanged when the sets are permuted cyclically at random."""
-    if not {*found.sources, found.reader} <= probe.ran:
+def holds(probe: Probe, channels: CoupledChannels) -> bool:
+    """Return whether the output is unchanged when the sets are permuted cyclically at random."""
+    if not {*channels.sources, channels.reader} <= probe.ran:
         return False
-    ring = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    ring = torch.randperm(len(channels), generator=torch.Generator().manual_seed(0))
     order = torch.empty_like(ring)
     order[ring] = ring.roll(1)
     outputs = {}
-    for source, rows in zip(found.sources, found.rows, strict=True):
+    for source, rows in zip(channels.sources, channels.rows, strict=True):
         index = torch.arange(width_out(probe.linears[source]))
         index[rows.flatten()] = rows[order].flatten()
         outputs[source] = lambda y, i=index: y[..., i.to(y.device)]
-    back = torch.arange(found.columns.numel())
-    back[found.columns[order].flatten()] = found.columns.flatten()
-    output = probe.run(outputs, {found.reader: lambda x: x[..., back.to(x.device)]})
+    back = torch.arange(channels.columns.numel())
+    back[channels.columns[order].flatten()] = channels.columns.flatten()
+    output = probe.run(outputs, {channels.reader: lambda x: x[..., back.to(x.device)]})
     return relative_error(output, probe.output) < FOLD_TOLERANCE

@@ -1,6 +1,6 @@
-"""The ends of a model: the input embedding and the output head, found by the model's own accessors, never by name.
+"""The input embedding and the LM head of a model, found by the model's accessors, never by name.
 
-If both share one weight (tied weights), they are one end with two names, and one compressed tensor serves both.
+If both share one weight (tied weights), they are one `End` with two names, and one compressed tensor serves both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
 @dataclass(frozen=True)
 class End:
-    """An end of a model.
+    """The input embedding or the LM head of a model, or both if they are tied.
 
-    name: the full name of its layer: of the head if tied, because the head holds the tensors. role: how its weight is
-    used. head, embedding: the full names of the modules that use it; None: it is not used so.
+    Attributes:
+        name: full name of its layer; if tied, that of the head, which holds the tensors.
+        role: how the weight is used.
+        head: full name of the LM head that uses the weight, or None.
+        embedding: full name of the input embedding that uses the weight, or None.
     """
 
     name: str
@@ -42,9 +45,10 @@ class End:
 
 
 def find_ends(model: nn.Module) -> list[End]:
-    """The ends of a model, the embedding first. Modules of other kinds than linear and embedding are left out.
+    """Find the input embedding and the LM head of a model, the embedding first.
 
-    So are the embeddings of a model with two stacks, which several modules read, with a head that is tied to one.
+    Modules of other kinds than linear and embedding are left out. So are the embeddings of an encoder-decoder model,
+    which several modules read, and an LM head that is tied to one of them.
     """
     if not isinstance(model, PreTrainedModel):
         return []
@@ -55,13 +59,12 @@ def find_ends(model: nn.Module) -> list[End]:
 
 
 def _ends(model: PreTrainedModel, embedding: nn.Module | None, head: nn.Module | None) -> list[End]:
-    found = []
-    first = _name_of(model, embedding) if isinstance(embedding, nn.Embedding | CompressedEmbedding) else None
-    last = _name_of(model, head) if isinstance(head, nn.Linear | CompressedLinear) else None
-    if first is not None and last is not None and _tied(embedding, head):
-        return [End(last, "tied", last, first)]
-    found += [] if first is None else [End(first, "embedding", None, first)]
-    return found + ([] if last is None else [End(last, "linear", last, None)])
+    embedding_name = _name_of(model, embedding) if isinstance(embedding, nn.Embedding | CompressedEmbedding) else None
+    head_name = _name_of(model, head) if isinstance(head, nn.Linear | CompressedLinear) else None
+    if embedding_name is not None and head_name is not None and _tied(embedding, head):
+        return [End(head_name, "tied", head_name, embedding_name)]
+    ends = [] if embedding_name is None else [End(embedding_name, "embedding", None, embedding_name)]
+    return ends + ([] if head_name is None else [End(head_name, "linear", head_name, None)])
 
 
 def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
@@ -71,8 +74,8 @@ def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    return next((name for name, module in model.named_modules() if module is wanted and name), None)
+def _name_of(model: nn.Module, target: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is target and name), None)
 
 
 def _tied(embedding: nn.Module | None, head: nn.Module | None) -> bool:
@@ -82,7 +85,7 @@ def _tied(embedding: nn.Module | None, head: nn.Module | None) -> bool:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """The number of rows of the input embedding."""
+    """Return the number of rows of the input embedding."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, CompressedEmbedding):
         return embedding.num_embeddings
@@ -90,20 +93,20 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def compressed_ends(model: nn.Module) -> dict[str, CompressedLinear]:
-    """The compressed layers among the ends of a model, by the names of the ends."""
-    found = {end.name: model.get_submodule(end.name) for end in find_ends(model)}
-    return {name: layer_of(m) for name, m in found.items() if isinstance(m, CompressedLinear | CompressedEmbedding)}
+    """Return the compressed embedding and LM head of a model by name."""
+    modules = {end.name: model.get_submodule(end.name) for end in find_ends(model)}
+    return {name: layer_of(m) for name, m in modules.items() if isinstance(m, CompressedLinear | CompressedEmbedding)}
 
 
 def end_layer(model: nn.Module, end: End) -> CompressedLinear:
-    """The layer of an end; that of a dense one shares its tensor. The model does not change."""
+    """Return the layer of an embedding or LM head without changing the model; a dense one shares its tensor."""
     layer = layer_of(model.get_submodule(end.name))
     layer.role = end.role
     return layer
 
 
 def replace_end(model: nn.Module, end: End) -> CompressedLinear:
-    """Replace the modules of an end by compressed ones that share its weight, and return the layer."""
+    """Replace an embedding or LM head by compressed modules that share its weight, and return the layer."""
     if isinstance(model, PreTrainedModel):
         EndMethods(model).install()
     if end.head is None:
@@ -119,7 +122,7 @@ def replace_end(model: nn.Module, end: End) -> CompressedLinear:
 
 
 def put_end(model: nn.Module, name: str, layer: CompressedLinear) -> None:
-    """Put a compressed layer in the place of the end `name`; its role is that of the end."""
+    """Replace the embedding or LM head `name` by a compressed layer, which keeps the role of the weight."""
     end = next(end for end in find_ends(model) if end.name == name)
     replaced = replace_end(model, end)
     replaced.bias = layer.bias
@@ -148,7 +151,9 @@ def tie(model: PreTrainedModel) -> None:
 def tie_recorded(model: PreTrainedModel, without: Collection[str] = ()) -> None:
     """Tie the weights that the model lists as tied, also while transformers builds models without tying them.
 
-    without: the names of weights that stay as they are.
+    Args:
+        model: model whose weights are tied.
+        without: names of weights that stay as they are.
     """
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if target not in without and source not in without:
@@ -157,12 +162,12 @@ def tie_recorded(model: PreTrainedModel, without: Collection[str] = ()) -> None:
 
 
 def _compressed(model: nn.Module) -> Sequence[End]:
-    known = compressed_ends(model)
-    return [end for end in find_ends(model) if end.name in known]
+    compressed = compressed_ends(model)
+    return [end for end in find_ends(model) if end.name in compressed]
 
 
 def _share_embedding(model: PreTrainedModel) -> None:
-    """Let the head use the weight of the embedding if the model ties them and one of them was replaced."""
+    """Make the head use the weight of the embedding if the model ties them and one of them was replaced."""
     embedding, head = _input_embeddings(model), model.get_output_embeddings()
     listed = getattr(model, "_tied_weights_keys", None) or {}
     tied = getattr(model.config, "tie_word_embeddings", False) and f"{_name_of(model, head)}.weight" in listed
@@ -186,7 +191,8 @@ def _dense_head(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 def dequantize_ends(model: PreTrainedModel) -> None:
     """Replace the compressed embedding and head of a model by dense ones; a tied pair stays tied.
 
-    Raises ModelError for a head whose inputs are transformed in a way that no dense weight has.
+    Raises:
+        ModelError: if the inputs of the head are transformed in a way that no dense weight can express.
     """
     embedding, head = _input_embeddings(model), model.get_output_embeddings()
     dtype = model.dtype
@@ -216,15 +222,14 @@ def dequantize_ends(model: PreTrainedModel) -> None:
 class EndMethods:
     """The methods of transformers that change the embedding and the head, for a model in which these are compressed.
 
-    transformers' own expect a parameter `weight` in both. They are called again once both are dense.
+    The original methods expect a parameter `weight` in both. They are called again once both are dense.
     """
 
     model: PreTrainedModel
 
     def install(self) -> None:
-        """Put the methods in the place of the model's own."""
-        own = {"tie_weights": self.tie_weights, "resize_token_embeddings": self.resize_token_embeddings}
-        vars(self.model).update(own)
+        """Replace the methods of the model."""
+        vars(self.model).update(tie_weights=self.tie_weights, resize_token_embeddings=self.resize_token_embeddings)
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
         """Tie the weights that the model ties."""
@@ -238,7 +243,8 @@ class EndMethods:
     ) -> nn.Module:
         """Set the size of the vocabulary; another size makes the embedding and the head dense.
 
-        Raises ModelError for a head whose inputs are transformed in a way that no dense weight has.
+        Raises:
+            ModelError: if the inputs of the head are transformed in a way that no dense weight can express.
         """
         model, present = self.model, vocabulary_size(self.model)
         rows = present if new_num_tokens is None else new_num_tokens

@@ -32,7 +32,9 @@ Kind = Literal["norm", "linear"]
 class Group:
     """Linears that read the same tensor, by their names inside the block, in the order of execution.
 
-    norm: the name of the module that writes the tensor and can absorb a scale per channel, or None.
+    Attributes:
+        linears: names of the linears.
+        norm: name of the module that writes the tensor and can absorb a scale per channel, or None.
     """
 
     linears: tuple[str, ...]
@@ -41,12 +43,13 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A path along which a scale per channel can move from one module to others.
+    """A path along which a scale per channel can move from one module to others; compared by identity.
 
-    source: the module inside the block that writes the channels, a norm or a linear. readers: the modules whose input
-    columns are scaled: linears, and routers of experts. channels: for each stored input column of the readers, the
-    source's output channel. kind: whether the source is a norm or a linear. Links are equal when they are the same
-    object.
+    Attributes:
+        source: module inside the block that writes the channels, a norm or a linear.
+        readers: modules whose input columns are scaled: linears, and routers of experts.
+        channels: for each stored input column of the readers, the output channel of the source.
+        kind: whether the source is a norm or a linear.
     """
 
     source: str
@@ -61,14 +64,17 @@ class Link:
         return scale.new_zeros(width).scatter_reduce(0, index, scale, "amax", include_self=False)[index]
 
     def per_channel(self, scale: Float[Tensor, " in"], width: int) -> Float[Tensor, " out"]:
-        """The scale of each of the source's `width` channels; 1 for channels that the readers do not read."""
-        found = scale.new_ones(width)
-        found[self.channels.to(scale.device)] = scale
-        return found
+        """Return the scale of each of the source's `width` channels; 1 for channels that no reader reads."""
+        factors = scale.new_ones(width)
+        factors[self.channels.to(scale.device)] = scale
+        return factors
 
 
 def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
-    """Find the groups of a block, in the order of execution; a linear that did not run is its own group, at the end."""
+    """Find the groups of a block, in the order of execution.
+
+    A linear that did not run is a group by itself, at the end.
+    """
     inputs: dict[str, Tensor] = {}  # kept alive, so that no storage is reused
     outputs: dict[str, Tensor] = {}
     names = linears(block)
@@ -84,8 +90,8 @@ def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
     for name, tensor in inputs.items():
         groups.setdefault(_identity(tensor), []).append(name)
     norms = {_identity(tensor): name for name, tensor in outputs.items()}
-    found = [Group(tuple(members), norms.get(key)) for key, members in groups.items()]
-    return found + [Group((name,), None) for name in names if name not in inputs]
+    groups_that_ran = [Group(tuple(members), norms.get(key)) for key, members in groups.items()]
+    return groups_that_ran + [Group((name,), None) for name in names if name not in inputs]
 
 
 def _reader(inputs: dict[str, Tensor], name: str) -> Callable[..., None]:
@@ -104,7 +110,7 @@ def _writer(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, ...]:
-    """The identity of a tensor: storage, offset, last dimension and number of elements."""
+    """Return the identity of a tensor: storage, offset, last dimension and number of elements."""
     shape = (int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel())
     return (tensor.untyped_storage()._cdata, *shape)  # data_ptr() is 0 for all tensors without data
 
@@ -112,9 +118,13 @@ def _identity(tensor: Tensor) -> tuple[int, ...]:
 def find_links(block: nn.Module, forward: Forward, similar: Sequence[Link] = ()) -> list[Link]:
     """Find all links of a block that hold: norms first, each kind in the order of definition.
 
-    forward: a pass of a given block on fixed inputs, in the dtype of that block. The search takes two to three passes
-    per linear, and about thirty for a fused gate and up projection. similar: links of a block of the same
-    `block_signature`; if they all hold here, one pass per link suffices. At most one float32 copy of the block is made.
+    The search takes two to three passes per linear, and about thirty for a fused gate and up projection. At most one
+    float32 copy of the block is made.
+
+    Args:
+        block: block of a model.
+        forward: forward pass of the block on fixed inputs, in the dtype of the block.
+        similar: links of a block of the same `block_signature`; if they all hold here, one pass per link suffices.
     """
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
@@ -128,7 +138,7 @@ def find_links(block: nn.Module, forward: Forward, similar: Sequence[Link] = ())
 
 
 def block_signature(block: nn.Module) -> Hashable:
-    """The signature of a block's structure: the names and shapes of its parameters and buffers."""
+    """Return the signature of a block's structure: the names and shapes of its parameters and buffers."""
     return tuple((name, tuple(tensor.shape)) for name, tensor in block.state_dict().items())
 
 
@@ -137,8 +147,8 @@ def _inside(name: str, experts: Mapping[str, Expert]) -> bool:
 
 
 def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:
-    """Links inside experts: found in the first expert of a kind and verified in each of them."""
-    found: list[Link] = []
+    """Find the links inside experts in the first expert of a kind, and verify them in each of them."""
+    links: list[Link] = []
     patterns: dict[tuple[object, ...], list[Link]] = {}
     for prefix, expert in experts.items():
         probe = Probe(expert, expert.probe)
@@ -148,8 +158,8 @@ def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:
         for link in patterns[kind]:
             if _checked(probe, link):
                 readers = tuple(f"{prefix}.{name}" for name in link.readers)
-                found.append(Link(f"{prefix}.{link.source}", readers, link.channels, link.kind))
-    return found
+                links.append(Link(f"{prefix}.{link.source}", readers, link.channels, link.kind))
+    return links
 
 
 def _norm_link(probe: Probe, source: str) -> Link | None:
@@ -168,67 +178,62 @@ def _norm_link(probe: Probe, source: str) -> Link | None:
     return _proved(probe, source, names, torch.arange(width), "norm") if names else None
 
 
-def _scaled(before: Tensor, after: Tensor, scale: Tensor) -> bool:
-    """Whether every column j is scaled by scale[j] (and the input is not all zeros)."""
-    if before.shape[1] != len(scale) or not bool(before.any()):
+def _scaled(plain: Tensor, probed: Tensor, scale: Tensor) -> bool:
+    """Return whether each column j is scaled by scale[j], and the input is not all zeros."""
+    if plain.shape[1] != len(scale) or not bool(plain.any()):
         return False
-    return relative_error(after, before * scale.to(before)) < 1e-3
+    return relative_error(probed, plain * scale.to(plain)) < 1e-3
 
 
 def _linear_link(probe: Probe, source: str) -> Link | None:
-    """The link from one linear to its readers, found by the cheapest probe that finds any."""
+    """Return the link from one linear to its readers, found by the cheapest probe that finds any."""
     if source not in probe.ran:
         return None
     width = width_out(probe.linears[source])
-    for find in (_plain, _fused_attention, by_halves):
+    for find in (all_at_once, partial(all_at_once, equal_tokens=True), by_halves):
         link = _best(probe, source, find(probe, source, width))
         if link is not None:
             return link
     return None
 
 
-def _plain(probe: Probe, source: str, width: int) -> ChannelMap:
-    return all_at_once(probe, source, width)
+def _best(probe: Probe, source: str, channel_map: ChannelMap) -> Link | None:
+    """Return the link to all readers of the same channels, if it holds.
 
-
-def _fused_attention(probe: Probe, source: str, width: int) -> ChannelMap:
-    return all_at_once(probe, source, width, equal_tokens=True)
-
-
-def _best(probe: Probe, source: str, found: ChannelMap) -> Link | None:
-    """The link to all readers of the same channels, if it holds; readers of different channels cannot share a scale."""
-    found = {name: channels for name, channels in found.items() if name != source}
-    if not found:
+    Readers of different channels cannot share a scale.
+    """
+    channels_by_reader = {name: channels for name, channels in channel_map.items() if name != source}
+    if not channels_by_reader:
         return None
-    first = next(iter(found.values()))
-    if not all(torch.equal(channels, first) for channels in found.values()):
+    channels, *remaining_channels = channels_by_reader.values()
+    if not all(torch.equal(reader_channels, channels) for reader_channels in remaining_channels):
         return None
-    return _proved(probe, source, tuple(n for n in probe.readers if n in found), first, "linear")
+    return _proved(probe, source, tuple(n for n in probe.readers if n in channels_by_reader), channels, "linear")
 
 
 def _proved(
     probe: Probe, source: str, readers: tuple[str, ...], channels: Int[Tensor, " in"], kind: Kind
 ) -> Link | None:
-    """The link, if it holds; readers that permute these channels differently cannot share a scale."""
+    """Return the link, if it holds; readers that permute these channels differently cannot share a scale."""
     stored = [channels if (order := _order(probe.readers[name])) is None else channels[order] for name in readers]
-    if not all(torch.equal(other, stored[0]) for other in stored):
+    if not all(torch.equal(order_of_reader, stored[0]) for order_of_reader in stored):
         return None
     return _checked(probe, Link(source, readers, stored[0], kind))
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether no column of a reader is for one channel alone."""
+    """Return whether every column of a reader mixes several channels."""
     return isinstance(module, CompressedLinear) and module.scheme.mixes
 
 
 def _order(module: nn.Module) -> Int[Tensor, " in"] | None:
-    """The input permutation of a reader, or None."""
+    """Return the input permutation of a reader, or None."""
     order = module.input_permutation if isinstance(module, CompressedLinear) else None
     return None if order is None else order.cpu()
 
 
 def _checked(probe: Probe, link: Link) -> Link | None:
-    """The link, if scaling the source's output down and the readers' inputs up leaves the block's output unchanged.
+    """Return the link if scaling the source's output down and the readers' inputs up leaves the output unchanged.
 
     A linear that never ran could read the same channels; a link is refused if such a linear has as many inputs.
     """
@@ -244,22 +249,28 @@ def _checked(probe: Probe, link: Link) -> Link | None:
     inputs: dict[str, Change] = {}
     for name in link.readers:
         order = _order(probe.readers[name])
-        before = scale if order is None else scale[order.argsort()]
-        inputs[name] = lambda x, s=before: x * s.to(x)
+        reader_scale = scale if order is None else scale[order.argsort()]
+        inputs[name] = lambda x, s=reader_scale: x * s.to(x)
     actual = probe.run(outputs, inputs)
     return link if relative_error(actual, probe.output) < FOLD_TOLERANCE else None
 
 
 def _random_scale(width: int) -> Float[Tensor, " channels"]:
-    """Distinct positive factors from 1/2 to 2."""
+    """Return distinct positive factors from 1/2 to 2."""
     return 2.0 ** (2 * torch.rand(width, generator=torch.Generator().manual_seed(width)) - 1)
 
 
 @dataclass(frozen=True)
 class Fold:
-    """The outcome of an attempted fold: whether it is kept, the form of the rewrite, and the measured error."""
+    """The outcome of an attempted fold.
 
-    kept: bool
+    Attributes:
+        is_kept: whether the rewrite leaves the output unchanged and is kept.
+        form: form of the rewrite.
+        error: relative error of the output.
+    """
+
+    is_kept: bool
     form: str
     error: float
 
@@ -268,18 +279,23 @@ Rewrite = Callable[[nn.Module], Callable[[], None]]
 """Rewrites the weights of a block, and returns a function that undoes it."""
 
 
-def tried(block: nn.Module, forward: Forward, rewrites: Mapping[str, Rewrite]) -> Fold:
-    """Apply the first rewrite, by its form, that leaves the block's output unchanged; otherwise none.
+def apply_verified(block: nn.Module, forward: Forward, rewrites: Mapping[str, Rewrite]) -> Fold:
+    """Apply the first rewrite that leaves the block's output unchanged; otherwise none.
 
-    They are tried in float32, on a copy of the block unless the block is in float32; unchanged: a relative error below
-    FOLD_TOLERANCE.
+    Rewrites are tried in float32, on a copy of the block unless it is in float32. Unchanged means a relative error
+    below FOLD_TOLERANCE.
+
+    Args:
+        block: block of a model.
+        forward: forward pass of the block on fixed inputs.
+        rewrites: rewrites by their form, in the order in which they are tried.
     """
     error = float("inf")
     with in_float32(block) as proof:
-        before = forward(proof)
+        expected = forward(proof)
         for form, rewrite in rewrites.items():
             undo = rewrite(proof)
-            error = relative_error(forward(proof), before)
+            error = relative_error(forward(proof), expected)
             if error < FOLD_TOLERANCE:
                 if proof is not block:
                     rewrite(block)
@@ -291,18 +307,27 @@ def tried(block: nn.Module, forward: Forward, rewrites: Mapping[str, Rewrite]) -
 def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: Forward) -> Fold:
     """Divide the output of the link's source by `scale` and multiply the input columns of its readers by it.
 
-    scale: positive, one per input column of the readers, equal where columns share a channel (`Link.equalize`). The
-    rewrite is proved (`tried`), for norms in the form `weight`, then in `1 + weight`.
+    The rewrite is verified numerically (`apply_verified`), for norms in the form `weight`, then in `1 + weight`.
+
+    Args:
+        block: block of a model.
+        link: link along which the scale moves.
+        scale: positive, one per input column of the readers, equal where columns share a channel (`Link.equalize`).
+        forward: forward pass of the block on fixed inputs.
     """
     assert bool((scale > 0).all()), "a scale must be positive"
     assert torch.equal(scale, link.equalize(scale)), "columns of one channel must have one scale; use link.equalize"
     block, link, forward = scope_of(block, link, forward)
     forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
-    return tried(block, forward, {form: partial(_rewrite, link=link, scale=scale, form=form) for form in forms})
+    rewrites = {form: partial(_rewrite, link=link, scale=scale, form=form) for form in forms}
+    return apply_verified(block, forward, rewrites)
 
 
 def scope_of(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:
-    """The module in which a fold is verified: the block, or the expert that holds all modules of the link."""
+    """Return the module in which a fold is verified, with the link and the forward pass inside of it.
+
+    It is the expert that holds all modules of the link, otherwise the block.
+    """
     for name, expert in in_experts(block).items():
         if all(place.startswith(name + ".") for place in (link.source, *link.readers)):
             start = len(name) + 1

@@ -18,23 +18,25 @@ from torch import Tensor, nn
 
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import in_experts
-from compress.models.structure.links import FOLD_TOLERANCE, Fold, tried
+from compress.models.structure.links import FOLD_TOLERANCE, Fold, apply_verified
 from compress.models.structure.probes import Forward, Probe, in_float32, width_in, width_out
 from compress.models.structure.rewrite import remember, rewrite_rows, rewrite_weight
 from compress.numerics.metrics import relative_error
 
 MOVED = 1e-4  # relative to a column's size: an unreached column is equal to 1e-6
 ALIKE = 1e-4
-NOWHERE = ("\0",)  # a prefix of no name
 
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
     """Channels that can be permuted.
 
-    sources: linears whose output channels are permuted, all in the same way. readers: linears whose input columns are
-    permuted with them. channels: for each source and slot, the source's output channel. slots: for each input column of
-    the readers, its slot. parts: for each slot, the number of its part; slots are permuted within their part only.
+    Attributes:
+        sources: linears whose output channels are permuted, all in the same way.
+        readers: linears whose input columns are permuted with them.
+        channels: for each source and slot, the output channel of the source.
+        slots: for each input column of the readers, its slot.
+        parts: for each slot, the number of its part; slots are permuted within their part only.
     """
 
     sources: tuple[str, ...]
@@ -44,84 +46,90 @@ class Permutation:
     parts: Int[Tensor, " slots"]
 
     def runs(self, m: int) -> list[tuple[Int[Tensor, " part"], list[Int[Tensor, " part"]]]] | None:
-        """For every part: its slots, and the runs of input columns that hold them, in that order.
+        """Return for each part its slots, and the runs of input columns that hold them, in that order.
 
         A channel that several query heads share is in several runs. Returns None when there are several parts and their
         runs are not whole groups of m columns, or when the runs of a part hold its slots in different orders.
         """
         turns, columns, parts = _turns(self.slots), torch.arange(len(self.slots)), self.parts.unique()
-        found = []
+        runs_by_part = []
         for part in parts:
             inside = self.parts[self.slots] == part
-            read = [columns[inside & (turns == turn)] for turn in turns[inside].unique()]
-            slots = self.slots[read[0]]
-            for run in read:
+            column_runs = [columns[inside & (turns == turn)] for turn in turns[inside].unique()]
+            slots = self.slots[column_runs[0]]
+            for run in column_runs:
                 together = torch.equal(run, run[0] + torch.arange(len(run))) and torch.equal(self.slots[run], slots)
                 if not together or int(run[0]) % m or (len(slots) % m and len(slots) < len(self.slots)):
                     return None
-            found.append((slots, read))
-        return found
+            runs_by_part.append((slots, column_runs))
+        return runs_by_part
 
     def columns(self, order: Int[Tensor, " slots"]) -> Int[Tensor, " in"]:
-        """For each input column, the column that replaces it when slot i takes the content of slot order[i]."""
+        """Return for each input column the column that replaces it when slot i takes the content of slot order[i]."""
         turn = _turns(self.slots)
         place = {(int(t), int(s)): j for j, (t, s) in enumerate(zip(turn, self.slots, strict=True))}
         return torch.tensor([place[int(t), int(order[s])] for t, s in zip(turn, self.slots, strict=True)])
 
 
 def _turns(slots: Int[Tensor, " in"]) -> Int[Tensor, " in"]:
-    """For each column, the number of earlier columns with the same slot."""
-    seen: dict[int, int] = {}
+    """Return for each column the number of earlier columns with the same slot."""
+    count_by_slot: dict[int, int] = {}
     turns = []
     for slot in slots.tolist():
-        turns.append(seen.get(slot, 0))
-        seen[slot] = turns[-1] + 1
+        turns.append(count_by_slot.get(slot, 0))
+        count_by_slot[slot] = turns[-1] + 1
     return torch.tensor(turns)
 
 
 def find_permutations(block: nn.Module, forward: Forward, similar: Sequence[Permutation] = ()) -> list[Permutation]:
-    """Find all permutation links of a block that hold, in the order of their readers; those inside experts too.
+    """Find all permutation links of a block that hold, in the order of their readers; also inside experts.
 
-    The search takes two passes per linear and bit of a channel's number, and one more per reader. similar: links of a
-    block of the same `links.block_signature`; if they all hold here, one pass per link suffices. Readers that permute
+    The search takes two passes per linear and bit of a channel's number, and one more per reader. Readers that permute
     their own inputs are skipped.
+
+    Args:
+        block: block of a model.
+        forward: forward pass of the block on fixed inputs.
+        similar: links of a block of the same `links.block_signature`; if they all hold here, one pass per link
+            suffices.
     """
     with in_float32(block) as proof:
         experts = in_experts(proof)
         inside = tuple(f"{name}." for name in experts)
-        known = [link for link in similar if not link.readers[0].startswith(inside or NOWHERE)]
-        found = _within(Probe(proof, forward), inside, known)
+        similar_links = [link for link in similar if not link.readers[0].startswith(inside)]
+        links = _within(Probe(proof, forward), inside, similar_links)
         for prefix, expert in experts.items():
-            known = [_renamed(link, f"{prefix}.", "") for link in similar if link.readers[0].startswith(f"{prefix}.")]
-            found += [_renamed(link, "", f"{prefix}.") for link in _within(Probe(expert, expert.probe), (), known)]
-        return found
+            start = f"{prefix}."
+            similar_links = [_renamed(link, start, "") for link in similar if link.readers[0].startswith(start)]
+            links += [_renamed(link, "", start) for link in _within(Probe(expert, expert.probe), (), similar_links)]
+        return links
 
 
-def _renamed(link: Permutation, without: str, before: str) -> Permutation:
-    """The same link with other prefixes of the module names."""
-    both = link.sources, link.readers
-    sources, readers = (tuple(before + name.removeprefix(without) for name in names) for names in both)
+def _renamed(link: Permutation, old_prefix: str, new_prefix: str) -> Permutation:
+    """Return the same link with another prefix of the module names."""
+    names_of_both = link.sources, link.readers
+    sources, readers = (tuple(new_prefix + name.removeprefix(old_prefix) for name in names) for names in names_of_both)
     return replace(link, sources=sources, readers=readers)
 
 
-def _within(probe: Probe, apart: tuple[str, ...], similar: Sequence[Permutation]) -> list[Permutation]:
+def _within(probe: Probe, excluded: tuple[str, ...], similar: Sequence[Permutation]) -> list[Permutation]:
     if similar and all(_free(probe, link.readers[0]) and _holds(probe, link) for link in similar):
         return list(similar)
-    names = [name for name in probe.linears if name in probe.ran and not name.startswith(apart or NOWHERE)]
+    names = [name for name in probe.linears if name in probe.ran and not name.startswith(excluded)]
     spelled = {name: _spell(probe, name) for name in names}
-    found: list[Permutation] = []
+    links: list[Permutation] = []
     for reader in names:
         sources = {name: read[reader] for name, read in spelled.items() if reader in read and name != reader}
         if not _free(probe, reader):
             continue
         link = _link(probe, reader, sources)
         if link is not None and _holds(probe, link):
-            found.append(link)
-    return found
+            links.append(link)
+    return links
 
 
 def _free(probe: Probe, reader: str) -> bool:
-    """Whether a reader stores a column for each input channel, in their order."""
+    """Return whether a reader stores a column for each input channel, in their order."""
     module = probe.linears[reader]
     if not isinstance(module, CompressedLinear):
         return True
@@ -129,7 +137,7 @@ def _free(probe: Probe, reader: str) -> bool:
 
 
 def _spell(probe: Probe, source: str) -> dict[str, Int[Tensor, " in"]]:
-    """Reader -> the one channel of the source that each of its columns depends on; other readers are left out."""
+    """Return reader -> the one channel of the source that each of its columns depends on, without other readers."""
     width = width_out(probe.linears[source])
     channels: dict[str, Tensor] = {}
     for bit in range(max(width - 1, 1).bit_length()):
@@ -138,20 +146,19 @@ def _spell(probe: Probe, source: str) -> dict[str, Int[Tensor, " in"]]:
         for half in (ones, 1 - ones):
             probe.run({source: lambda y, h=half: y + h.to(y) * y.std()})
             moved.append({name: _moved(*pair) for name, pair in probe.reached().items()})
-        both = [name for name in moved[0] if name in moved[1] and bool((moved[0][name] ^ moved[1][name]).all())]
-        bits = {name: moved[0][name].long() << bit for name in both}
+        bits = {n: m.long() << bit for n, m in moved[0].items() if n in moved[1] and bool((m ^ moved[1][n]).all())}
         channels = {n: channels.get(n, 0) + b for n, b in bits.items() if bit == 0 or n in channels}
         if not channels:
             return {}
-    return {name: found for name, found in channels.items() if int(found.max()) < width}
+    return {name: numbers for name, numbers in channels.items() if int(numbers.max()) < width}
 
 
-def _moved(before: Tensor, after: Tensor) -> Tensor:
-    return ((after - before).norm(dim=0) > MOVED * before.norm(dim=0).clamp(min=1e-30)).cpu()
+def _moved(plain: Tensor, probed: Tensor) -> Tensor:
+    return ((probed - plain).norm(dim=0) > MOVED * plain.norm(dim=0).clamp(min=1e-30)).cpu()
 
 
 def _link(probe: Probe, reader: str, sources: dict[str, Tensor]) -> Permutation | None:
-    """The link to one reader; its parts are found by giving all channels of each source the same values."""
+    """Return the link to one reader; its parts are found by giving all channels of each source the same values."""
     if not sources:
         return None
     keys, slots = torch.unique(torch.stack(list(sources.values())), dim=1, return_inverse=True)
@@ -171,21 +178,21 @@ def _link(probe: Probe, reader: str, sources: dict[str, Tensor]) -> Permutation 
 
 
 def _classes(columns: Tensor) -> list[int]:
-    """A number for every column of [tokens, in]; equal columns have equal numbers."""
-    first: list[int] = []
+    """Return a number for each column of [tokens, in]; equal columns have equal numbers."""
+    representatives: list[int] = []
     numbers = []
     for j in range(columns.shape[1]):
         size = columns[:, j].norm().clamp(min=1e-30)
-        far = (columns[:, first] - columns[:, j : j + 1]).norm(dim=0)
-        same = (far < ALIKE * size).nonzero()
-        numbers.append(int(same[0, 0]) if len(same) else len(first))
-        if not len(same):
-            first.append(j)
+        distances = (columns[:, representatives] - columns[:, j : j + 1]).norm(dim=0)
+        equal_columns = (distances < ALIKE * size).nonzero()
+        numbers.append(int(equal_columns[0, 0]) if len(equal_columns) else len(representatives))
+        if not len(equal_columns):
+            representatives.append(j)
     return numbers
 
 
 def _random_order(link: Permutation) -> Int[Tensor, " slots"]:
-    """A random order of the slots that keeps every slot in its part."""
+    """Return a random order of the slots that keeps each slot in its part."""
     draw = torch.Generator().manual_seed(0)
     order = torch.arange(len(link.parts))
     for part in link.parts.unique():
@@ -195,7 +202,10 @@ def _random_order(link: Permutation) -> Int[Tensor, " slots"]:
 
 
 def _holds(probe: Probe, link: Permutation) -> bool:
-    """Whether a random order leaves the output unchanged; a linear that never ran could read the same channels."""
+    """Return whether a random order leaves the output unchanged.
+
+    A linear that never ran could read the same channels, so one with as many inputs refuses the link.
+    """
     silent = [m for name, m in probe.readers.items() if name not in probe.ran]
     if any(width_in(module) == len(link.slots) for module in silent):
         return False
@@ -210,7 +220,7 @@ def _holds(probe: Probe, link: Permutation) -> bool:
 
 
 def _row_order(channels: Tensor, order: Tensor, width: int) -> Int[Tensor, " out"]:
-    """The order of all output channels of a source."""
+    """Return the order of all output channels of a source."""
     rows = torch.arange(width)
     rows[channels] = channels[order]
     return rows
@@ -219,7 +229,7 @@ def _row_order(channels: Tensor, order: Tensor, width: int) -> Int[Tensor, " out
 def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], forward: Forward) -> Fold:
     """Move the content of slot order[i] to slot i: rows and biases of the sources, columns of the readers.
 
-    The order must keep every slot in its part. The rewrite is proved (`tried`).
+    The order must keep each slot in its part. The rewrite is verified numerically (`apply_verified`).
     """
     assert torch.equal(order.sort().values, torch.arange(len(order))), "an order must hold every slot once"
     assert torch.equal(link.parts[order], link.parts), "slots must stay in their part"
@@ -227,7 +237,7 @@ def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], f
         if all(place.startswith(name + ".") for place in (*link.sources, *link.readers)):
             block, link, forward = expert, _renamed(link, name + ".", ""), expert.probe
             break
-    return tried(block, forward, {"permutation": partial(_reorder, link=link, order=order)})
+    return apply_verified(block, forward, {"permutation": partial(_reorder, link=link, order=order)})
 
 
 def _reorder(block: nn.Module, link: Permutation, order: Tensor) -> Callable[[], None]:

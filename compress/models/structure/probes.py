@@ -27,30 +27,30 @@ Change = Callable[[Tensor], Tensor]
 
 
 def readers_of(block: nn.Module) -> dict[str, nn.Module]:
-    """All modules that multiply their input by a matrix [out, in]: linears, and routers with a matrix of their own."""
-    found = linears(block)
+    """Return all modules that multiply their input by a matrix [out, in]: linears, and routers with a weight matrix."""
+    modules = linears(block)
     for name, module in block.named_modules():
         weight = module._parameters.get("weight")
-        if name not in found and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
-            found[name] = module
-    return found
+        if name not in modules and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+            modules[name] = module
+    return modules
 
 
 def norms_of(block: nn.Module) -> dict[str, nn.Module]:
-    """All modules with a one-dimensional weight, which may scale their output per channel."""
-    named = block.named_modules()
-    return {n: m for n, m in named if (w := m._parameters.get("weight")) is not None and w.dim() == 1}
+    """Return all modules with a one-dimensional weight, which may scale their output per channel."""
+    modules = block.named_modules()
+    return {n: m for n, m in modules if (w := m._parameters.get("weight")) is not None and w.dim() == 1}
 
 
 def width_in(module: nn.Module) -> int:
-    """The number of input columns of a linear or a router."""
+    """Return the number of input columns of a linear or a router."""
     if isinstance(module, (*LINEARS, CompressedLinear)):
         return CompressedLinear.of(module).shape[1]
     return module.get_parameter("weight").shape[1]
 
 
 def width_out(module: nn.Module) -> int:
-    """The number of output channels of a linear or a norm."""
+    """Return the number of output channels of a linear or a norm."""
     if isinstance(module, (*LINEARS, CompressedLinear)):
         return CompressedLinear.of(module).shape[0]
     return module.get_parameter("weight").shape[0]
@@ -58,7 +58,7 @@ def width_out(module: nn.Module) -> int:
 
 @contextmanager
 def in_float32(block: nn.Module):
-    """Yield the block itself if it is in float32, else a float32 copy; all experts are exercised in the meantime."""
+    """Yield the block itself if it is in float32, else a float32 copy; all experts run on all tokens in the context."""
     floating = (t for t in (*block.parameters(), *block.buffers()) if t.is_floating_point())
     proof = block if all(t.dtype == torch.float32 for t in floating) else copy.deepcopy(block).to(torch.float32)
     with torch.no_grad(), exercised(proof):
@@ -68,7 +68,11 @@ def in_float32(block: nn.Module):
 class Probe:
     """A block in float32 and its forward pass, run with changes.
 
-    readers, norms: its modules by name. ran: the readers that saw a token in the run without changes.
+    Attributes:
+        readers: linears and routers of the block by name.
+        norms: norms of the block by name.
+        base: input of each reader in the run without changes, [tokens, in].
+        ran: names of the readers that received a token in that run.
     """
 
     def __init__(self, block: nn.Module, forward: Forward) -> None:
@@ -109,14 +113,14 @@ class Probe:
         return hook
 
     def reached(self, names: Iterable[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """(input in the plain run, input in the last run) of every reader with equal numbers of tokens in both."""
-        both = [name for name in (names or self.base) if name in self.inputs and name in self.base]
-        pairs = {name: (self.base[name], self.inputs[name]) for name in both}
+        """Return (plain input, input in the last run) of each reader with the same number of tokens in both runs."""
+        common_names = [name for name in (names or self.base) if name in self.inputs and name in self.base]
+        pairs = {name: (self.base[name], self.inputs[name]) for name in common_names}
         return {name: (x, y) for name, (x, y) in pairs.items() if x.shape == y.shape}
 
 
 def _shift(seed: int) -> Callable[..., Tensor]:
-    """A hook that centres every channel and adds noise of the size of the output, drawn from a seed."""
+    """Return a hook that centers each channel and adds noise of the size of the output, drawn from a seed."""
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)

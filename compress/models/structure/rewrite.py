@@ -63,7 +63,13 @@ def rotate_inputs(layer: CompressedLinear, rotation: InputTransform) -> None:
 
 
 def divide_norm(norm: nn.Module, divisor: Float[Tensor, " channels"], form: str) -> None:
-    """Divide the output of a norm by `divisor`; form: how the norm uses its weight, 'weight' or '1 + weight'."""
+    """Divide the output of a norm by `divisor`.
+
+    Args:
+        norm: module with a one-dimensional weight.
+        divisor: one per channel.
+        form: how the norm uses its weight, 'weight' or '1 + weight'.
+    """
     weight = norm.get_parameter("weight").detach()
     factor = divisor.to(weight)
     new = weight / factor if form == "weight" else (1 + weight) / factor - 1

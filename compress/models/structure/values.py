@@ -13,14 +13,14 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compress.models.structure.links import Fold, tried
+from compress.models.structure.links import Fold, apply_verified
 from compress.models.structure.permutations import Permutation
 from compress.models.structure.probes import Forward
 from compress.models.structure.rewrite import remember, rewrite_rows, rewrite_weight
 
 
 def head_size(link: Permutation) -> int | None:
-    """The number of channels of every head of a link that may be one from values; None for other links."""
+    """Return the number of channels per head if the link may be one from values; None for other links."""
     runs, sizes = link.runs(1), link.parts.unique(return_counts=True)[1]
     single = len(link.sources) == len(link.readers) == 1
     return int(sizes[0]) if single and runs is not None and bool((sizes == sizes[0]).all()) else None
@@ -29,10 +29,10 @@ def head_size(link: Permutation) -> int | None:
 def rotate_values(block: nn.Module, link: Permutation, rotation: Float[Tensor, "head head"], forward: Forward) -> Fold:
     """Multiply the values of each head by a rotation, and the columns that read them: (v R) (W R)^T = v W^T.
 
-    The rewrite is proved (`tried`).
+    The rewrite is verified numerically (`apply_verified`).
     """
     assert head_size(link) == len(rotation), "the rotation must have the size of a head"
-    return tried(block, forward, {"rotation": partial(_rewrite, link=link, rotation=rotation)})
+    return apply_verified(block, forward, {"rotation": partial(_rewrite, link=link, rotation=rotation)})
 
 
 def _rewrite(block: nn.Module, link: Permutation, rotation: Tensor) -> Callable[[], None]:
@@ -51,7 +51,7 @@ def _rewrite(block: nn.Module, link: Permutation, rotation: Tensor) -> Callable[
     def columns(weight: Tensor) -> Tensor:
         turned = weight.clone()
         for _, read in runs:
-            for run in (one.to(weight.device) for one in read):
+            for run in read:
                 turned[:, run] = (weight[:, run].double() @ rotation.to(weight.device)).to(weight)
         return turned
 

@@ -74,7 +74,7 @@ class Readers:
         if self.link is None:
             for name in self.names:
                 replace_linear(self.block, name).rescale_input(scale)
-        elif not (folded := fold(self.block, self.link, scale, self.inputs.probe)).kept:
+        elif not (folded := fold(self.block, self.link, scale, self.inputs.probe)).is_kept:
             message = f"folding the scale into {self.link.source} changed the block's output, so it was undone"
             self.log("fallback", f"{self.where}: {message}", relative_error=folded.error)
             return

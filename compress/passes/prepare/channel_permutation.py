@@ -134,7 +134,7 @@ class ChannelPermutation(BlockPass):
             score_before, score_after = score_before + sums[0], score_after + sums[1]
         rewrite = permute(block, link, order, inputs.probe)
         reader_names, sources = ", ".join(link.readers), ", ".join(link.sources)
-        if not rewrite.kept:
+        if not rewrite.is_kept:
             reason = f"folding an order into {sources} would change the block's output, so it was undone"
             log("fallback", f"{reader_names}: {reason}", relative_error=rewrite.error)
             return reason

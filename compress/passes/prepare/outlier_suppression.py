@@ -112,7 +112,7 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         # z_j = (max X_j + min X_j) / 2
         shift = (high + low) / 2
         rewrite = fold_shift(readers.block, readers.link, shift, readers.inputs.probe)
-        if not rewrite.kept:
+        if not rewrite.is_kept:
             message = f"not shifted, because a shift of {readers.link.source} does not reach them unchanged"
             readers.log("note", f"{readers.where}: {message}", relative_error=rewrite.error)
             return

@@ -20,8 +20,8 @@ from compress.layers.transforms.hadamard import Hadamard, HadamardScheme
 from compress.models.forward import logits_of
 from compress.models.kinds.objective import LMObjective, check_learns, text_config
 from compress.models.reshape.reconfigure import build, changed, replace_in_place, tensors
-from compress.models.reshape.residual import TRADED
-from compress.models.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, untying, with_own_head
+from compress.models.reshape.residual import LOGITS_TOLERANCE
+from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, untying, with_own_head
 from compress.models.reshape.widths import Width, hidden_width
 from compress.models.structure.blocks import find_blocks, linears_of_blocks
 from compress.models.structure.rewrite import rotate_inputs
@@ -169,7 +169,7 @@ class Rotate(ReshapingPass):
         assert isinstance(model, PreTrainedModel)
         label, dtype = run.label or self.key(), next(model.parameters()).dtype
         ids = _probe(model).to(next(model.parameters()).device)
-        refusal = Told(label, "use residual: false")
+        refusal = Refusal(label, "use residual: false")
         plain = {name: tensor.float() for name, tensor in tensors(model).items()}
         new = with_own_head(model, refusal) if self.residual else build(model, model.config, plain)
         original_logits = logits_of(new, ids)
@@ -186,7 +186,7 @@ class Rotate(ReshapingPass):
         tensor_of = tensors(new)
         online = self._rotate_online(new, run, label)
         error = relative_error(logits_of(new, ids), original_logits)
-        if not error < TRADED:
+        if not error < LOGITS_TOLERANCE:
             raise ModelError(
                 f"{label}: the rotations change the logits (relative error {error:.2g}); use values: false"
             )
@@ -200,7 +200,7 @@ class Rotate(ReshapingPass):
         replace_in_place(model, stored)
 
     def _rotate_hidden(
-        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, refusal: Told
+        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, refusal: Refusal
     ) -> tuple[PreTrainedModel, list[str]]:
         """R1: fold norms and rotate the residual stream. Returns the rotated model, and the names of the norms."""
         size = next(iter(width.axes.values()))[0]
@@ -209,7 +209,7 @@ class Rotate(ReshapingPass):
         rotation = randomized(size, self.seed).float().to(ids.device)
         turned, error = rotate(folded, width, list(readers), rotation, ids, refusal)
         kind = "Hadamard" if exists(size) else "random orthogonal"
-        run.journal.add("note", refusal.where, f"hidden states rotated by a {kind} matrix", width=size, error=error)
+        run.journal.add("note", refusal.label, f"hidden states rotated by a {kind} matrix", width=size, error=error)
         return build(model, model.config, turned), list(readers)
 
     def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> list[ValueLink]:
@@ -227,7 +227,7 @@ class Rotate(ReshapingPass):
                 if size is None or not {*link.sources, *link.readers} <= set(inside):
                     continue
                 rotation = randomized(size, self.seed + 1)
-                if rotate_values(context.block.module, link, rotation, inputs.probe).kept:
+                if rotate_values(context.block.module, link, rotation, inputs.probe).is_kept:
                     block_links.append(ValueLink(context.block.name, link, size))
             missing += [] if block_links else [context.block.name]
             rotated_links += block_links
@@ -270,7 +270,7 @@ class Rotate(ReshapingPass):
         links: Sequence[ValueLink],
         ids: Tensor,
         run: Run,
-        refusal: Told,
+        refusal: Refusal,
     ) -> PreTrainedModel:
         """Fold learned rotations into the weights as the random ones.
 
@@ -281,10 +281,10 @@ class Rotate(ReshapingPass):
             turned, _ = rotate(model, width, norms, learned.hidden.float(), ids, refusal)
             model = build(model, model.config, turned)
         turns = dict(zip(links, learned.values, strict=True))
-        for context in _contexts(model, ids, run, refusal.where) if links else ():
+        for context in _contexts(model, ids, run, refusal.label) if links else ():
             for link in (link for link in links if link.block == context.block.name):
                 probe = SweepInputs(context, list(linears(context.block.module))).probe
-                is_kept = rotate_values(context.block.module, link.link, turns[link], probe).kept
+                is_kept = rotate_values(context.block.module, link.link, turns[link], probe).is_kept
                 assert is_kept, "a random rotation of these values was proved"
         return model
 

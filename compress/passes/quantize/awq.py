@@ -92,7 +92,7 @@ class AWQ(WeightGrid, BlockPass):
             if scale is None:
                 continue
             rewrite = fold(block, link, scale, inputs.probe)
-            if rewrite.kept:
+            if rewrite.is_kept:
                 for statistics in (
                     statistics for group, statistics in seen.items() if set(group.linears) & set(link.readers)
                 ):

@@ -287,7 +287,7 @@ class Transformation:
         high, low = link.equalize(high), -link.equalize(-low)
         if missing := without_bias(block, link):
             log("note", f"{reader_names}: not shifted, because {', '.join(missing)} has no bias")
-        elif not fold_shift(copy.deepcopy(block), link, (high + low) / 2, inputs.probe).kept:
+        elif not fold_shift(copy.deepcopy(block), link, (high + low) / 2, inputs.probe).is_kept:
             log("note", f"{reader_names}: not shifted, because a shift of {link.source} does not reach them unchanged")
         else:
             shift = (high + low) / 2
@@ -317,7 +317,7 @@ class Transformation:
         folds = [] if shift is None else [("shift", fold_shift(block, self.link, shift, inputs.probe))]
         folds.append(("scale", fold(block, self.link, self.scale, inputs.probe)))
         for kind, rewrite in folds:
-            if not rewrite.kept:
+            if not rewrite.is_kept:
                 message = f"folding the {kind} into {self.link.source} changed the block's output, so it was undone"
                 log("fallback", f"{reader_names}: {message}", relative_error=rewrite.error)
 

@@ -173,7 +173,7 @@ class RPTQ(BlockPass):
             slots = torch.empty(len(order), dtype=torch.int64)
             slots[link.slots] = link.slots[order.cpu()]
             rewrite = permute(block, link, slots, inputs.probe)
-            if rewrite.kept:
+            if rewrite.is_kept:
                 log("note", f"{reader_names}: reordered, folded into {', '.join(link.sources)}")
                 return True
             log("fallback", f"{reader_names}: folding the order would change the output", relative_error=rewrite.error)

@@ -19,7 +19,7 @@ from compress.layers.linear import CompressedLinear
 from compress.models.forward import logits_of
 from compress.models.kinds.objective import text_config
 from compress.models.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
-from compress.models.reshape.residual import SAME, check_traded, cut_hidden_channels
+from compress.models.reshape.residual import CUT_TOLERANCE, check_interchangeable, cut_hidden_channels
 from compress.models.reshape.widths import Width, ffn_widths, head_width, hidden_width
 from compress.models.structure.blocks import Block, find_blocks, linears_of_blocks
 from compress.models.structure.coupled_channels import CoupledChannels, coupled_ffn_channels, coupled_heads, still_hold
@@ -158,7 +158,7 @@ class Narrow(ReshapingPass):
         """Remove hidden channels: prove that they are interchangeable, score them, repair readers, and cut."""
         assert run.calibration is not None
         ids = run.calibration[:1]
-        check_traded(model, width, ids, label)
+        check_interchangeable(model, width, ids, label)
         score = self._hidden_scores(model, run, width, label)
         kept_count = next(iter(width.axes.values()))[1]
         kept_channels = score.argsort(descending=True, stable=True)[:kept_count].sort().values
@@ -283,7 +283,7 @@ class _InnerNarrowing:
         config = _checked(model, edits, self.cuts)
         new = build(model, config, _cut(tensors(model), self.cuts))
         error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
-        if not error < SAME:
+        if not error < CUT_TOLERANCE:
             raise ModelError(
                 f"{label}: the narrowed model differs from the one with zeroed channels (relative error {error:.2g}); "
                 "leave this width unchanged"

@@ -16,7 +16,7 @@ from compress.errors import ModelError, TargetError
 from compress.models.forward import logits_of
 from compress.models.reshape.reconfigure import build, changed, replace_in_place, tensors
 from compress.models.reshape.residual import cut_hidden_channels
-from compress.models.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, untying, with_own_head
+from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, untying, with_own_head
 from compress.models.reshape.widths import hidden_width
 from compress.models.structure.blocks import linears_of_blocks
 from compress.numerics.rotation import principal_components
@@ -81,7 +81,7 @@ class SliceGPT(ReshapingPass):
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
         label, ids = run.label or self.key(), run.calibration
         config, dtype = self.outcome(model, label), next(model.parameters()).dtype
-        refusal = Told(label, "use narrow")
+        refusal = Refusal(label, "use narrow")
         untied = with_own_head(model, refusal)
         width = hidden_width(untied, lambda size: self._kept_count(size, label))
         readers = readers_of_norms(untied, width, ids[:1, :PROBE], refusal)

@@ -132,7 +132,7 @@ def test_links_of_a_block_with_experts(family, opened_block):
         before = forward(block)
     for link in links.values():
         scale = link.equalize(torch.rand(len(link.channels), generator=torch.Generator().manual_seed(1)) * 4 + 0.25)
-        assert fold(block, link, scale, forward).kept
+        assert fold(block, link, scale, forward).is_kept
     with exercised(block):
         assert relative_error(forward(block), before) < 1e-5
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in block.modules())
@@ -143,7 +143,7 @@ def test_a_fold_that_forgets_the_router_is_refused(opened_block):
     link = next(link for link in find_links(block, forward) if link.source == "post_attention_layernorm")
     without = copy.copy(link)
     object.__setattr__(without, "readers", tuple(name for name in link.readers if name != "mlp.gate"))
-    assert not fold(block, without, torch.rand(32) + 0.5, forward).kept
+    assert not fold(block, without, torch.rand(32) + 0.5, forward).is_kept
 
 
 def test_groups_of_experts_come_in_the_order_of_execution(opened_block):

@@ -179,7 +179,7 @@ def test_folds_keep_the_output_and_move_the_scale(family, second_block):
         old, scale = copy.deepcopy(block), scale_for(link)
         done = fold(block, link, scale, forward)
         expected = "linear" if link.kind == "linear" else "1 + weight" if family == "gemma2" else "weight"
-        assert done.kept and done.form == expected and done.error < FOLD_TOLERANCE
+        assert done.is_kept and done.form == expected and done.error < FOLD_TOLERANCE
         for name in link.readers:
             was, now = (CompressedLinear.of(b.get_submodule(name)).weight for b in (old, block))
             torch.testing.assert_close(now, was * scale)
@@ -194,7 +194,7 @@ def test_a_fold_divides_rows_and_bias_of_the_channels_that_are_read(second_block
     (link,) = (link for link in find_links(block, forward) if link.kind == "linear")
     weight, bias = (t.clone() for t in (block.attn.c_attn.weight, block.attn.c_attn.bias))
     scale = scale_for(link)
-    assert fold(block, link, scale, forward).kept
+    assert fold(block, link, scale, forward).is_kept
     divisor = torch.cat([torch.ones(64), scale])
     torch.testing.assert_close(block.attn.c_attn.weight, weight / divisor)  # transposed: [in, out]
     torch.testing.assert_close(block.attn.c_attn.bias, bias / divisor)
@@ -218,7 +218,7 @@ def test_a_norm_whose_output_is_also_the_residual_cannot_take_a_scale(second_blo
     old = copy.deepcopy(block.state_dict())
     link = Link("self_attn_layer_norm", ("fc1",), torch.arange(32), "norm")
     done = fold(block, link, torch.full((32,), 2.0), forward)
-    assert not done.kept and done.form == "none"
+    assert not done.is_kept and done.form == "none"
     assert done.error > 100 * FOLD_TOLERANCE
     assert all(torch.equal(tensor, old[name]) for name, tensor in block.state_dict().items())
 
@@ -252,7 +252,7 @@ def test_a_norm_with_another_reader_is_no_link_and_a_fold_is_undone():
     assert find_groups(block, lambda b: b(x)) == [Group(("linear",), "norm")]
     assert find_links(block, lambda b: b(x)) == []
     done = fold(block, Link("norm", ("linear",), torch.arange(8), "norm"), torch.rand(8) + 1.5, lambda b: b(x))
-    assert not done.kept
+    assert not done.is_kept
     assert all(torch.equal(tensor, old[name]) for name, tensor in block.state_dict().items())
 
 
@@ -292,7 +292,7 @@ def test_the_linear_half_of_a_fused_projection_wherever_it_is(act, layout, chann
     block, x = Gated(act, layout), torch.randn(1, 9, 8)
     (link,) = find_links(block, lambda b: b(x))
     assert (link.source, link.readers, link.channels.tolist()) == ("fused", ("down",), list(channels))
-    assert fold(block.requires_grad_(False), link, scale_for(link), lambda b: b(x)).kept
+    assert fold(block.requires_grad_(False), link, scale_for(link), lambda b: b(x)).is_kept
 
 
 class Silent(nn.Module):
@@ -337,7 +337,7 @@ def test_a_fold_reaches_linears_that_are_compressed_and_keeps_their_mask(second_
     before, links = forward(block), find_links(block, forward)
     assert len(links) == 3
     for link in links:
-        assert fold(block, link, scale_for(link), forward).kept
+        assert fold(block, link, scale_for(link), forward).is_kept
     assert relative_error(forward(block), before) < FOLD_TOLERANCE
     for name, layer in linears(block).items():
         assert torch.equal(layer.weight != 0, masks[name]) and torch.equal(layer.mask, masks[name])
@@ -351,7 +351,7 @@ def test_half_precision_is_searched_and_proved_in_float32(second_block):
     for link in links:
         # The proof runs on a float32 copy, where the fold is exact; in bfloat16 the two would differ by 1e-2.
         done = fold(rounded, link, scale_for(link), forward)
-        assert done.kept and done.error < FOLD_TOLERANCE
+        assert done.is_kept and done.error < FOLD_TOLERANCE
     assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.state_dict().values())
 
 

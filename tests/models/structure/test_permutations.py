@@ -54,7 +54,7 @@ def test_permutations_are_found_and_exact(family, second_block):
         order = random_order(link)
         assert not torch.equal(order, torch.arange(len(order)))
         done = permute(block, link, order, forward)
-        assert done.kept and done.form == "permutation" and done.error < FOLD_TOLERANCE
+        assert done.is_kept and done.form == "permutation" and done.error < FOLD_TOLERANCE
     assert relative_error(forward(block), before) < FOLD_TOLERANCE
 
 
@@ -64,7 +64,7 @@ def test_rows_biases_and_columns_move_together(second_block):
     link = next(link for link in find_permutations(block, forward) if link.sources == ("fc1",))
     order = random_order(link)
     assert link.channels.tolist() == [list(range(48))] and link.slots.tolist() == list(range(48))
-    assert permute(block, link, order, forward).kept
+    assert permute(block, link, order, forward).is_kept
     assert torch.equal(block.fc1.weight, old.fc1.weight[order]) and torch.equal(block.fc1.bias, old.fc1.bias[order])
     assert torch.equal(block.fc2.weight, old.fc2.weight[:, order])
 
@@ -76,7 +76,7 @@ def test_grouped_heads_move_all_columns_of_a_channel(second_block):
     assert link.parts.tolist() == [0] * 8 + [1] * 8
     order = torch.arange(16)
     order[[0, 3]] = order[[3, 0]]  # two channels of the first head of values, which two query heads read
-    assert permute(block, link, order, forward).kept
+    assert permute(block, link, order, forward).is_kept
     columns = torch.arange(32)
     columns[[0, 3, 8, 11]] = columns[[3, 0, 11, 8]]
     assert torch.equal(block.self_attn.o_proj.weight, old.self_attn.o_proj.weight[:, columns])
@@ -111,7 +111,7 @@ def test_what_is_not_the_same_for_all_channels_is_no_link_and_a_permutation_is_u
     old = copy.deepcopy(block.state_dict())
     link = Permutation(("fc1",), ("fc2",), torch.arange(12)[None], torch.arange(12), torch.zeros(12, dtype=torch.long))
     done = permute(block, link, torch.arange(12).flip(0), lambda b: b(x))
-    assert not done.kept and done.error > 100 * FOLD_TOLERANCE
+    assert not done.is_kept and done.error > 100 * FOLD_TOLERANCE
     assert all(torch.equal(tensor, old[name]) for name, tensor in block.state_dict().items())
 
 
@@ -125,6 +125,6 @@ def test_masks_of_compressed_linears_move_along():
     (link,) = find_permutations(block, lambda b: b(x))
     order = torch.arange(6).flip(0)
     before = block(x)
-    assert permute(block, link, order, lambda b: b(x)).kept
+    assert permute(block, link, order, lambda b: b(x)).is_kept
     assert torch.equal(layer.mask, mask.flip(1)) and torch.equal(layer.weight != 0, mask.flip(1))
     torch.testing.assert_close(block(x), before)

@@ -228,6 +228,24 @@ class Empty:
     report: dict = {}
 
 
+@pytest.mark.parametrize("method", sorted(set(PASSES) - set(PASSES.of_kind("prune"))))
+def test_prune_accepts_only_passes_that_prune(pico, method):
+    done = call("prune", pico, "--method", method)
+    assert done.exit_code == 2 and f"--method {method}: this pass removes no weights" in done.stderr
+    assert "sparsegpt" in done.stderr and f"compress passes {method}" in done.stderr
+
+
+def test_a_limit_of_quality_ends_a_command_with_3(pico, tmp_path):
+    arguments = ["prune", pico, "--method", "magnitude", "--sparsity", "0.9", "-o", tmp_path / "pruned", *LITTLE[:-2]]
+    arguments += ["--set", "eval.windows=2", "--set", "eval.length=64"]
+    done = call(*arguments, "--fail-if", "kl=0.0001")
+    assert done.exit_code == 3 and "is above fail_if kl: 0.0001" in done.stderr and (tmp_path / "pruned").is_dir()
+    wrong = call(*arguments, "--fail-if", "kl")
+    assert wrong.exit_code == 2 and "--fail-if kl: write NAME=LIMIT" in wrong.stderr
+    unknown = call(*arguments, "--fail-if", "kll=1")
+    assert unknown.exit_code == 2 and "kll" in unknown.stderr
+
+
 def test_prune_and_distill_run(pico, tmp_path):
     done = call("prune", pico, "--pattern", "2:4", "--method", "magnitude", "-o", tmp_path / "pruned", *LITTLE)
     assert done.exit_code == 0, done.output

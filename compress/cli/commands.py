@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.complete import complete_pass, complete_scheme
+from compress.cli.complete import complete_pruning, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import print_json, print_plan, print_report
@@ -101,7 +101,7 @@ def quantize(
 @click.option("--pattern", help="Pattern of the zeros: row, layer, N:M such as 2:4, or blocks such as 4x1.")
 @click.option("--sparsity", type=float, help="Fraction of weights to remove; an N:M pattern fixes it.  [default: 0.5]")
 @click.option(
-    "--method", default="sparsegpt", show_default=True, shell_complete=complete_pass, help="The pass that prunes."
+    "--method", default="sparsegpt", show_default=True, shell_complete=complete_pruning, help="The pass that prunes."
 )
 @recipe_options
 @output_options

@@ -36,6 +36,13 @@ def complete_pass(context: Any, parameter: Any, incomplete: str) -> list[Complet
     return starting_with(incomplete, PASSES)
 
 
+def complete_pruning(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a pass that prunes."""
+    from compress.passes import PASSES
+
+    return starting_with(incomplete, PASSES.of_kind("prune"))
+
+
 def complete_shipped(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
     """Complete the name of a shipped recipe."""
     from compress.recipe.shipped import shipped

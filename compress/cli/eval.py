@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.cli.complete import complete_compute, complete_suite
+from compress.cli.options import FAIL_IF, limits_of
 from compress.cli.show import print_table
 from compress.errors import Failure, ProcessError
 
@@ -43,6 +44,7 @@ SETTINGS = (
     click.option("--fewshot", type=click.IntRange(min=0), help="Worked examples in each prompt of a task."),
     click.option("--chat-template", is_flag=True, default=None, help="Put prompts into the model's chat template."),
     click.option("--generation", is_flag=True, default=None, help="Compare greedy answers to fixed prompts."),
+    FAIL_IF,
 )
 
 
@@ -120,11 +122,11 @@ def evaluate(
             raise ProcessError("tasks failed", told=True)
         return
     show(comparison)
+    if comparison.failed:
+        raise Failure(f"{len(comparison.failed)} tasks failed: {', '.join(comparison.failed)}; the others are complete")
     for model in comparison.models:
         if model.source != comparison.base:
             check_quality(settings.fail_if, model, model.source)
-    if comparison.failed:
-        raise Failure(f"{len(comparison.failed)} tasks failed: {', '.join(comparison.failed)}; the others are complete")
 
 
 def settings_of(options: dict[str, Any]) -> Evaluate:
@@ -142,6 +144,7 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
     if options["tasks"] is not None:
         tasks = [name.strip() for name in options["tasks"].split(",") if name.strip()]
         changes["tasks"] = () if tasks == ["none"] else tuple(tasks)
+    changes["fail_if"] = limits_of(options["limits"]) or None
     values = {key: value for key, value in changes.items() if value is not None}
     return Evaluate(**values) if options["suite"] is None else read_suite(options["suite"], **values)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from compress.cli.complete import complete_compute, complete_recipe
+from compress.errors import RecipeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,6 +32,13 @@ OF_A_TEXT = (
 )
 """Options of a calibration text, which another text does not take over."""
 
+FAIL_IF = click.option(
+    "--fail-if",
+    "limits",
+    multiple=True,
+    metavar="NAME=LIMIT",
+    help="End with exit code 3 if kl, loss (nats per token) or task_drop is above a limit; repeatable.",
+)
 SETTINGS = (
     click.option(
         "--set",
@@ -47,6 +55,7 @@ SETTINGS = (
     click.option(
         "--eval", "texts", multiple=True, metavar="SOURCE", help="Evaluation text, or none for no evaluation."
     ),
+    FAIL_IF,
 )
 MEMORY = click.option(
     "--memory",
@@ -74,9 +83,28 @@ def output_options(command: F) -> F:
     return reduce(lambda decorated, option: option(decorated), reversed(OUTPUT), command)
 
 
+def limits_of(limits: tuple[str, ...]) -> dict[str, float]:
+    """Read the values of --fail-if, such as 'kl=0.2'.
+
+    Raises:
+        RecipeError: if one is no name with a number.
+    """
+    values: dict[str, float] = {}
+    for text in limits:
+        name, _, limit = text.partition("=")
+        try:
+            values[name.strip()] = float(limit)
+        except ValueError as error:
+            raise RecipeError(
+                f"--fail-if {text}: write NAME=LIMIT, such as kl=0.2, loss=0.1 or task_drop=0.02"
+            ) from error
+    return values
+
+
 def settings_of(
     sets: tuple[str, ...],
     texts: tuple[str, ...],
+    limits: tuple[str, ...] = (),
     *,
     model: str | None = None,
     device: str | None = None,
@@ -97,4 +125,6 @@ def settings_of(
         nothing = texts == ("none",)
         places = (("eval",),) if nothing else (("eval", "perplexity"), ("eval", "agreement"))
         settings += [Setting(place, None if nothing else list(texts), spelled) for place in places]
+    for name, limit in limits_of(limits).items():
+        settings.append(Setting(("eval", "fail_if", name), limit, f"--fail-if {name}={limit:g}"))
     return settings + [read_setting(text) for text in sets]

@@ -50,6 +50,10 @@ class Registry(Mapping[str, "type[Pass]"]):
         """Return the folder of a pass, such as 'quantize'."""
         return self._kinds[key]
 
+    def of_kind(self, kind: str) -> list[str]:
+        """Return the keys of the passes in a folder."""
+        return [key for key in self if self._kinds[key] == kind]
+
 
 PASSES = Registry()
 """The class of every pass by its key."""

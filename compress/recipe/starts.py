@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from compress.errors import RecipeError
+from compress.passes import PASSES
 from compress.recipe.presets import KEY, preset
 
 
@@ -21,7 +23,16 @@ def quantize_data(model: str, scheme: str) -> dict[str, Any]:
 
 
 def prune_data(model: str, method: str, pattern: str | None, sparsity: float | None) -> dict[str, Any]:
-    """Return the recipe that prunes a model by a pass, and stores it as plain weights with zeros, for all programs."""
+    """Return the recipe that prunes a model by a pass, and stores it as plain weights with zeros, for all programs.
+
+    Raises:
+        RecipeError: if the pass does not remove weights.
+    """
+    if method in PASSES and PASSES.kind(method) != "prune":
+        raise RecipeError(
+            f"--method {method}: this pass removes no weights to a sparsity or pattern; use one of "
+            f"{', '.join(PASSES.of_kind('prune'))}, or write a recipe with {method} (compress passes {method})"
+        )
     values = {"pattern": pattern, "sparsity": sparsity}
     options = {name: value for name, value in values.items() if value is not None}
     return {"model": model, "passes": [{method: options}], "save": {"format": "dense"}}

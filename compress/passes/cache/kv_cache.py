@@ -131,19 +131,15 @@ class KVCache(BlockPass):
             return
         dtype, largest_of = next(block.parameters()).dtype, largest(block, attentions, inputs, policy)
         for name, attention in attentions.items():
-            key, value = largest_of[name]
+            tops = largest_of[name]
             tensors = {
                 SCALE_NAMES[part]: fitted(grid, top, inputs.storage).to(dtype)
-                for part, top in zip(CACHE_PARTS, (key, value), strict=True)
+                for part, top in zip(CACHE_PARTS, tops, strict=True)
                 if (grid := policy.grid_of(part)) is not None
             }
             set_policy(attention, policy, tensors)
-            log(
-                "note",
-                f"{name}: keys and values have static scales",
-                largest_key=float(key),
-                largest_value=float(value),
-            )
+            figures = {"largest_key": float(tops[0]), "largest_value": float(tops[1])}
+            log("note", f"{name}: keys and values have static scales", **figures)
 
 
 def largest(

@@ -30,6 +30,7 @@ class ClippedCache(CachePolicy):
     """Keep keys in bfloat16, and values within a stored bound."""
 
     kind: ClassVar[str] = "clipped"
+    traceable: ClassVar[bool] = True
 
     clips_values: bool = True
 
@@ -94,6 +95,8 @@ def test_a_model_in_memory_is_saved_and_loaded_with_it(format_, pico_model, pico
     assert set(cache_policies(loaded).values()) == {ClippedCache()} and len(cache_policies(loaded)) == 3
     assert policy_tensors(loaded.get_submodule(ATTENTION)) == {"v_bound": torch.tensor([BOUND])}
     assert torch.equal(logits(loaded, pico_ids), wanted) and torch.equal(generated(loaded, pico_ids), text)
+    decoding = loaded.get_compiled_call(None)
+    assert decoding.reason is None and len(decoding.decoders) == 1, "its decode steps are traced"
     assert inspect(tmp_path).notes == ["KV cache of 3 attention modules: keys bfloat16, values within a bound"]
 
 

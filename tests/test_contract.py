@@ -24,7 +24,7 @@ from compress.passes.families.pruning import PruningPass
 from compress.passes.families.quantizing import Quantizing
 from compress.recipe.order import check_order
 from compress.testing import checks
-from compress.testing.trial import Trial, changed, differing, tensors_of
+from compress.testing.trial import PassTrial, changed, differing, tensors_of
 
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"
@@ -92,13 +92,13 @@ def ids(pico_ids):
 @pytest.fixture(scope="module")
 def trial(ids):
     """trial(key) -> a pass of the package after the passes of its recipe, and before those that it prepares for."""
-    made: dict[str, Trial] = {}
+    made: dict[str, PassTrial] = {}
 
     def of(key):
         if key not in made:
             steps, place = recipe_of(key)
             after = steps[place + 1 :] if steps[place].effects(ANY_LAYER).prepares is not None else ()
-            made[key] = Trial(steps[place], fresh, ids, steps[:place], after)
+            made[key] = PassTrial(steps[place], fresh, ids, steps[:place], after)
         return made[key]
 
     return of

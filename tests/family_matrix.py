@@ -322,7 +322,7 @@ GROUPS = {
         "lorc",
         "mixed_precision",
     ),
-    "Prepare, and round the cache": (
+    "Prepare, and quantize the cache": (
         "awq",
         "smoothquant",
         "outlier_suppression",

@@ -62,6 +62,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
             "bytes_per_token": {"before": 7680.0, "after": 4080.0},
             "stated": True,
             "attentions": {},
+            "summaries": ["Keys and values are quantized as they enter the cache."],
             "of": {"keys, int8 per attention": {"attentions": 12, "mean_error": 0.01, "largest_error": 0.02}},
         },
         "sparsity": {"asked": 0.5, "due": 0.5, "achieved": 0.5, "layers": sparsity()},

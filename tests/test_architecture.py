@@ -138,6 +138,10 @@ MANY_PARAMETERS: dict[str, str] = {
 OF_THE_LANGUAGE = ("compress.cli", "compress.kernels.triton", "compress.native.gpu_programs")
 """Modules without the budget of parameters: click passes every option of a command, and Triton has no structures."""
 
+CACHES = f"{PACKAGE}.models.caches"
+NAME_POLICIES = (f"{PACKAGE}.passes.cache", f"{PACKAGE}.checkpoint.formats")
+"""Folders that may name a cache policy."""
+
 ENVIRONMENT = {
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
     "compress.checkpoint.sources.child_process": "hands the environment on, without relative places of modules",
@@ -730,6 +734,18 @@ def test_decode_is_used_by_its_contract_alone():
     holds(internal, "import accelerate_generation from compress.decode", outside)
 
 
+def named_policies(tree: ast.AST) -> list[str]:
+    """The imported files of cache policies."""
+    contract = {f"{CACHES}.base", f"{CACHES}.attentions"}
+    return [name for name, _ in own_imports(tree) if name.startswith(f"{CACHES}.") and name not in contract]
+
+
+def test_cache_policies_are_used_by_their_contract_alone():
+    """A new policy is one file and the pass that installs it. A format names the policy that its config states."""
+    outside = [name for name in FILES if not name.startswith((CACHES, *NAME_POLICIES))]
+    holds(lambda m: named_policies(tree_of(m)), "a cache policy is named; use `CachePolicy`", outside)
+
+
 def test_no_file_imports_too_much():
     def imported(module):
         count = len({name for name, _ in own_imports(tree_of(module))})
@@ -1015,6 +1031,7 @@ def test_no_exception_has_outlived_its_reason():
         (lambda tree: asked_kinds(tree, {"Kind"}), "issubclass(kind, (Other, Kind))"),
         (lambda tree: asked_kinds(tree, {"Kind"}), "type(x) is Kind"),
         (lambda tree: asked_kinds(tree, {"Kind"}), "match x:\n    case Kind(): pass"),
+        (named_policies, "from compress.models.caches.grid import GridCache"),
         (private_names, "from compress.checkpoint.sources import _fetch"),
         (private_names, "store._items"),
         (private_names, "patch.setattr(loop, '_take', f)"),

@@ -29,7 +29,7 @@ from compress.checkpoint.exact import ExactCodec, restore_exact, restore_state, 
 from compress.checkpoint.writer import CheckpointWriter
 from compress.layers.linear import CompressedLinear
 from compress.layers.transforms.rounding import InputRounding
-from compress.models.caches.quantized import cache_sha256, round_cache, scheme_of
+from compress.models.caches.attentions import cache_sha256, policy_of, set_policy
 from compress.models.structure.blocks import Block
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import SparseLayout
@@ -227,14 +227,14 @@ def test_a_layer_comes_back_as_it_was(kind, tmp_path):
         assert torch.equal(found(x), layer(x))
 
 
-def test_rounded_caches_come_back(pico_model, tmp_path):
+def test_cache_policies_come_back(pico_model, tmp_path):
     block = pico_model.model.layers[0]
-    scheme = KVCache(keys="int8", values="int8", scale="static").cache
-    round_cache(block.self_attn, scheme, (torch.tensor([0.5]), torch.tensor([0.25])))
+    policy = KVCache(keys="int8", values="int8", scale="static").cache
+    set_policy(block.self_attn, policy, {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.25])})
     tensors, record = state_of(block)
     other = pico_model.model.layers[1]
-    for _ in range(2):  # also where it is rounded already
+    for _ in range(2):  # also where the policy is installed already
         restore_state(other, tensors, json.loads(json.dumps(record)))
-        assert scheme_of(other.self_attn) == scheme
+        assert policy_of(other.self_attn) == policy
         assert cache_sha256(other.self_attn) == cache_sha256(block.self_attn)
         assert len(other.self_attn._forward_pre_hooks) == len(block.self_attn._forward_pre_hooks)

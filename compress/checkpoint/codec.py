@@ -17,8 +17,8 @@ from compress.checkpoint.sources.opening import OpenModel
 from compress.layers.linear import CompressedLinear, linears, scheme_of
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import cache_records
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.attentions import cache_digests, cache_policies
+from compress.models.caches.base import CachePolicy, read_policy
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.numerics.sparse.positions import SparsePolicy
@@ -37,7 +37,7 @@ class ShardEntry:
         schemes: storage scheme of each compressed layer as JSON values, by full name.
         results: results of passes on the layers, for the report.
         journal: journal entries about the block.
-        caches: {scheme, sha256} of each attention with a quantized KV cache, by full name.
+        caches: {policy, sha256} of each attention module with a cache policy, by full name.
         masked: full names of the pruned linears.
         masks_as_zeros: those among them whose mask no tensor stores; their zeros are the mask.
         state: what the tensors of an exact state do not say (`compress.checkpoint.exact`); empty in a checkpoint.
@@ -60,6 +60,10 @@ class ShardEntry:
         """Return whether the file exists in a folder with the recorded digest."""
         path = folder / self.file
         return path.exists() and file_sha256(path) == self.sha256
+
+    def cache_policies(self) -> dict[str, CachePolicy]:
+        """Read the cache policies of attention modules, by full name."""
+        return {name: read_policy(record["policy"]) for name, record in self.caches.items()}
 
 
 @dataclass
@@ -122,7 +126,7 @@ class FormatCodec:
             self.accept(block.name, {name: scheme_of(layer) for name, layer in layers.items()})
         tensors = block_tensors(block.name, block.module, self.format, self.storage)
         compressed = {name: layer for name, layer in layers.items() if isinstance(layer, CompressedLinear)}
-        record = _layer_records(compressed) | {"caches": cache_records(block.name, block.module)}
+        record = _layer_records(compressed) | {"caches": _cache_records(block)}
         return ShardContent(tensors, record)
 
     def encode_outside(self, opened: OpenModel, outside: Outside) -> ShardContent:
@@ -142,14 +146,17 @@ def _layer_records(layers: Mapping[str, CompressedLinear]) -> dict[str, Any]:
     }
 
 
+def _cache_records(block: Block) -> dict[str, dict[str, Any]]:
+    """The records of all attention modules of a block that have a cache policy."""
+    digests = cache_digests(block.module)
+    return {
+        f"{block.name}.{name}".removesuffix("."): {"policy": policy.to_json(), "sha256": digests[name]}
+        for name, policy in cache_policies(block.module).items()
+    }
+
+
 def layer_schemes(shards: Mapping[str, ShardEntry], opened: OpenModel) -> dict[str, LayerScheme]:
     """Return the storage scheme of every compressed layer, in the order of the model."""
     values = {name: scheme for entry in shards.values() for name, scheme in entry.schemes.items()}
     names = [*opened.linear_names(), *compressed_ends(opened.model)]
     return {name: LayerScheme.from_json(values[name]) for name in names if name in values}
-
-
-def cache_schemes(shards: Mapping[str, ShardEntry]) -> dict[str, CacheScheme]:
-    """Return the scheme of every quantized KV cache, by the name of the attention."""
-    records = {name: record for entry in shards.values() for name, record in entry.caches.items()}
-    return {name: CacheScheme.from_json(record["scheme"]) for name, record in records.items()}

@@ -20,8 +20,8 @@ from compress.checkpoint.sources.opening import Mapped, OpenModel
 from compress.checkpoint.sources.stored import by_owner, stored_in
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import SCALES, round_cache, rounded_caches, scheme_of
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.attentions import cache_policies, policy_of, set_policy
+from compress.models.caches.base import read_policy
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends, put_end
 from compress.models.tensors import assign
@@ -88,7 +88,7 @@ def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors |= {f"{name}.{key}": tensor for key, tensor in layer_tensors.items()}
     prefixes = tuple(f"{name}." for name in layers)
     tensors |= {name: t for name, t in module.state_dict().items() if not name.startswith(prefixes)}
-    caches = {name: scheme.to_json() for name, scheme in rounded_caches(module).items()}
+    caches = {name: policy.to_json() for name, policy in cache_policies(module).items()}
     return _in_order(tensors, {"layers": layers, "caches": caches})
 
 
@@ -102,10 +102,9 @@ def restore_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapp
         setattr(module.get_submodule(parent), leaf, layer)
     assign(module, dense_tensors)
     for name, values in record["caches"].items():
-        attention = module.get_submodule(name)
-        if scheme_of(attention) is None:
-            key_scale, value_scale = (tensors.get(f"{name}.{scale}".removeprefix(".")) for scale in SCALES)
-            round_cache(attention, CacheScheme.from_json(values), (key_scale, value_scale))
+        attention, policy = module.get_submodule(name), read_policy(values)
+        if policy_of(attention) is None:
+            set_policy(attention, policy, {t: tensors[f"{name}.{t}".removeprefix(".")] for t in policy.tensors()})
 
 
 def _by_layer(

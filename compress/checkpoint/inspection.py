@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os.path import expanduser
@@ -20,6 +21,7 @@ from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.scheme import LayerScheme
+from compress.models.caches.base import CONFIG_KEY, read_policy
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,16 @@ def _inspect_files(
     zeros, notes = _zeros(folder, found, stored, stated) if values else ({}, [])
     found = [replace(module, zeros=zeros.get(module.name)) for module in found]
     files = {path.name: path.stat().st_size for path in sorted({path for path, _ in stored.values()})}
-    return Inspection(source, _method(stated), files, found, notes)
+    return Inspection(source, _method(stated), files, found, [*_cache_notes(config, folder), *notes])
+
+
+def _cache_notes(config: Mapping[str, Any], folder: Path) -> list[str]:
+    """The cache policies that compress stated, with the number of their attention modules."""
+    try:
+        texts = Counter(read_policy(values).text for values in (config.get(CONFIG_KEY) or {}).values())
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"model: {folder / 'config.json'}: {CONFIG_KEY} cannot be read ({error})") from error
+    return [f"KV cache of {count} attention modules: {text}" for text, count in texts.items()]
 
 
 def _method(config: Mapping[str, Any]) -> str:

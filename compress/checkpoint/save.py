@@ -14,8 +14,6 @@ from compress.errors import NumericError, SaveError, TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import attentions_with_cache
-from compress.models.caches.scheme import CacheScheme
 from compress.models.experts import Experts
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
@@ -199,15 +197,6 @@ def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
     """Full names of all dense linears of the model, with the head. compressed: the names of compressed layers."""
     packed = compressed | {name for end in find_ends(opened.model) if end.name in compressed for name in end.names}
     return [name for name in linears(opened.model) if name not in packed]
-
-
-def stated_scheme(model: PreTrainedModel, caches: Mapping[str, CacheScheme], format_: Format) -> CacheScheme | None:
-    """The common scheme of all caches of a model, if there is one and the format states it, else None."""
-    kinds = set(caches.values())
-    if len(kinds) != 1 or set(caches) != set(attentions_with_cache(model)):
-        return None
-    scheme = kinds.pop()
-    return scheme if format_.states(scheme, model.config) else None
 
 
 def check_together(format_: Format, schemes: Mapping[str, LayerScheme]) -> None:

@@ -16,7 +16,7 @@ from compress.checkpoint.formats.native import Native
 from compress.checkpoint.save import masks_as_zeros, model_tensors, state_masks
 from compress.errors import SaveError
 from compress.layers.linear import CompressedLinear
-from compress.models.caches.quantized import rounded_caches
+from compress.models.caches.attentions import cache_policies
 from compress.models.experts import Experts
 
 
@@ -35,8 +35,8 @@ def unsaveable(model: nn.Module) -> str | None:
             )
         if isinstance(module, Experts) and not module.named:
             return f"{name} holds its experts one by one"
-    rounded = next(iter(rounded_caches(model)), None)
-    return None if rounded is None else f"{rounded} rounds its keys and values"
+    attention = next(iter(cache_policies(model)), None)
+    return None if attention is None else f"{attention} has a cache policy"
 
 
 class Saving(HfQuantizer):

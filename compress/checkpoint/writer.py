@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.codec import Codec, Outside, ShardContent, ShardEntry, cache_schemes, layer_schemes
+from compress.checkpoint.caches import policy_entries, stated_policy
+from compress.checkpoint.codec import Codec, Outside, ShardContent, ShardEntry, layer_schemes
 from compress.checkpoint.containers.digests import write_digests
 from compress.checkpoint.containers.files import RESUMES, reason_of, write_json, write_text
 from compress.checkpoint.containers.safetensors import shard_name, write_shard
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.save import MASKED_KEY, check_together, dense_linear_names, stated_scheme
+from compress.checkpoint.save import MASKED_KEY, check_together, dense_linear_names
 from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.stored import INDEX
 from compress.errors import SaveError
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import CONFIG_KEY
 from compress.models.structure.blocks import Block
 from compress.numerics.dtypes import dtype_name
 from compress.version import __version__
@@ -140,18 +140,21 @@ class CheckpointWriter:
 
     def _config(self, format_: Format, schemes: Mapping[str, LayerScheme], dtype: torch.dtype) -> dict[str, Any]:
         """Return the content of config.json."""
-        opened, caches = self.opened, cache_schemes(self.shards)
+        opened = self.opened
+        policies = {name: policy for entry in self.shards.values() for name, policy in entry.cache_policies().items()}
         config = opened.config.to_dict()
         config.pop("_name_or_path", None)
         config["architectures"] = [type(opened.model).__name__]
         config["dtype"] = dtype_name(dtype)
-        stated = stated_scheme(opened.model, caches, format_)
+        stated = stated_policy(opened.model, policies, format_)
         dense_names = dense_linear_names(opened, set(schemes))
-        quantization = format_.config(schemes, dense_names, __version__, stated)
+        quantization = format_.config(schemes, dense_names, __version__)
+        if stated is not None:
+            quantization = format_.state_cache(quantization, dense_names, stated)
         if quantization is not None:
             config["quantization_config"] = quantization
-        if caches and stated is None:
-            config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
+        if stated is None:
+            config |= policy_entries(policies)
         pruned = {name for entry in self.shards.values() for name in entry.masked}
         recorded = set(config.pop(MASKED_KEY, ())) & linears(opened.model).keys() - pruned  # by the loaded checkpoint
         masked = [name for entry in self.shards.values() for name in entry.masks_as_zeros] + sorted(recorded)

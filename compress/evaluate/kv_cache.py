@@ -1,4 +1,4 @@
-"""Size and error of a quantized KV cache: bytes per token, and relative errors of keys and values."""
+"""Size and error of a KV cache with a policy: bytes per token, and relative errors of keys and values."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.checkpoint.save import stated_scheme
+from compress.checkpoint.caches import stated_policy
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
-from compress.models.caches.quantized import attentions_with_cache, rounded_caches, roundings, watching
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.attentions import attentions_with_cache, cache_policies, read_keys_and_values, watching
+from compress.models.caches.base import CACHE_PARTS
 from compress.models.kinds.objective import without_cache
 from compress.numerics.metrics import relative_error
 
-UNROUNDED = CacheScheme(None, None)
-
 
 class BytesPerToken(Record):
-    """Bytes of one token's keys and values over all attentions, before and after rounding.
+    """Bytes of one token's keys and values over all attention modules, without and with their cache policies.
 
-    Rounded keys and values count with the bits of their grid and their scales per token, others in the storage dtype.
+    Exact keys and values count in the storage dtype.
     """
 
     before: float
     after: float
 
 
-class RoundingError(Record):
-    """Relative error of the keys, or the values, of attentions that are rounded in the same way."""
+class CacheError(Record):
+    """Relative error of the keys, or the values, of attention modules that store them in the same way."""
 
     attentions: int
     mean_error: float
@@ -41,54 +39,55 @@ class KVCacheResult(Record):
     """The result of the evaluator.
 
     Attributes:
-        bytes_per_token: Before and after.
-        stated: Whether config.json tells other programs to round.
-        of: Errors on the probe, by kind (keys or values), grid and sharing of scales.
-        attentions: The `CacheScheme` of each attention, as JSON.
+        bytes_per_token: Without and with the policies.
+        stated: Whether config.json tells other programs to apply the policy.
+        of: Errors on the probe, by keys or values and the text of the policy.
+        attentions: The policy of each attention module, as JSON.
+        summaries: Sentences about the policies.
     """
 
     bytes_per_token: BytesPerToken
     stated: bool
-    of: dict[str, RoundingError]
+    of: dict[str, CacheError]
     attentions: dict[str, dict[str, Any]]
+    summaries: tuple[str, ...] = ()
 
 
 class KVCache(Evaluator):
-    """Bytes per token and rounding errors of the KV cache; None for a model that does not round it."""
+    """Bytes per token and errors of the KV cache; None for a model without cache policies."""
 
     result_type: ClassVar[Any] = KVCacheResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        rounded = rounded_caches(model)
-        if not rounded or context.probe is None:
+        policies = cache_policies(model)
+        if not policies or context.probe is None:
             return None
         itemsize, bytes_before, bytes_after = context.run.storage.itemsize, 0.0, 0.0
         errors: dict[str, list[float]] = defaultdict(list)
 
-        def see(name: str, *entering: Tensor) -> None:
+        def see(name: str, *keys_and_values: Tensor) -> None:
             nonlocal bytes_before, bytes_after
-            scheme, how = rounded.get(name, UNROUNDED), roundings(model.get_submodule(name))
-            kinds = zip(("keys", "values"), scheme.grids, scheme.groups, scheme.transformed, strict=True)
-            for (kind, grid, group, transformed), x, rounding in zip(kinds, entering, how, strict=True):
+            policy = policies.get(name)
+            approximations = read_keys_and_values(model.get_submodule(name), *keys_and_values)
+            for part, x, approximation in zip(CACHE_PARTS, keys_and_values, approximations, strict=True):
                 heads, width = x.shape[1], x.shape[-1]
-                bytes_before += UNROUNDED.token_bytes(None, heads, width, itemsize)
-                bytes_after += scheme.token_bytes(grid, heads, width, itemsize, group)
-                if grid is not None and rounding is not None:
-                    shared = "token and head" if scheme.scale == "token" else "attention"
-                    shared = shared if group is None else f"channel and {group} tokens"
-                    shared += ", Hadamard" if transformed else ""
-                    errors[f"{kind}, {grid.name} per {shared}"].append(relative_error(rounding(x), x))
+                exact_bytes = heads * width * itemsize
+                bytes_before += exact_bytes
+                bytes_after += exact_bytes if policy is None else policy.token_bytes(part, heads, width, itemsize)
+                if policy is not None and (text := policy.text_of(part)) is not None:
+                    errors[f"{part}, {text}"].append(relative_error(approximation, x))
 
         with watching(attentions_with_cache(model), see), torch.no_grad():
             model(input_ids=context.probe.to(next(model.parameters()).device), **without_cache(model))
         return {
             "bytes_per_token": {"before": bytes_before, "after": bytes_after},
-            "stated": stated_scheme(model, rounded, context.run.format) is not None,
+            "stated": stated_policy(model, policies, context.run.format) is not None,
             "of": {
-                kind: {"attentions": len(e), "mean_error": sum(e) / len(e), "largest_error": max(e)}
-                for kind, e in errors.items()
+                text: {"attentions": len(e), "mean_error": sum(e) / len(e), "largest_error": max(e)}
+                for text, e in errors.items()
             },
-            "attentions": {name: scheme.to_json() for name, scheme in rounded.items()},
+            "attentions": {name: policy.to_json() for name, policy in policies.items()},
+            "summaries": sorted({policy.summary for policy in policies.values()}),
         }
 
     def summary(self, result: KVCacheResult) -> list[SummaryRow]:

@@ -57,8 +57,8 @@ def stored_name(prefix: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a field of a scheme to plain JSON: grids become names, schemes become mappings."""
-    if isinstance(value, Scheme):
+    """Convert a field of a specification to plain JSON: grids become names, specifications become mappings."""
+    if isinstance(value, Specification):
         return value.to_json()
     if isinstance(value, Grid):
         return value.name
@@ -66,16 +66,64 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Scheme(ABC):
-    """A frozen description of a component. A scheme and its tensors determine the component.
+class Specification(ABC):
+    """A frozen value that checkpoints state as plain JSON: a scheme of a layer, or a cache policy.
 
     Attributes:
-        kind: name of the file that defines the scheme.
+        kind: name of the file that defines the class.
         readers: functions that read fields from JSON, for fields that are not plain values.
     """
 
     kind: ClassVar[str]
     readers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the value to plain JSON; fields that equal their default are omitted."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        non_default_values = {
+            name: plain(v) for name, v in values.items() if name not in defaults or v != defaults[name]
+        }
+        return {"kind": self.kind, **non_default_values}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read a value from the result of `to_json`.
+
+        Raises:
+            ValueError: for an unknown field, a missing field or an invalid value.
+        """
+        is_required, field_values = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
+        field_values.pop("kind", None)
+        if unknown := sorted(field_values.keys() - is_required.keys()):
+            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], is_required)}")
+        if missing := sorted(name for name, required in is_required.items() if required and name not in field_values):
+            raise ValueError(f"{cls.kind} lacks its field {missing[0]!r}")
+        specification = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in field_values.items()})
+        specification.check()
+        return specification
+
+    def check(self) -> None:
+        """Check the fields of a value that was read from a file.
+
+        Raises:
+            ValueError: for a field of a wrong type, or a count below 1 that is not the default.
+        """
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, hint in validators(type(self)).items():
+            try:
+                hint.validate_python(value := getattr(self, name))
+            except ValidationError as error:
+                raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1 and value != defaults[name]:
+                raise ValueError(f"{name} of {self.kind} is {value}, but it must be at least 1")
+            if isinstance(value, Specification):
+                value.check()
+
+
+@dataclass(frozen=True)
+class Scheme(Specification):
+    """A frozen description of a component. A scheme and its tensors determine the component."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -103,48 +151,6 @@ class Scheme(ABC):
             storage: dtype of tensors that have no fixed dtype.
         """
         return sum(spec.size_bytes(storage) for spec in self.tensors(shape).values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert the scheme to plain values; fields that equal their default are omitted."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        non_default_values = {
-            name: plain(v) for name, v in values.items() if name not in defaults or v != defaults[name]
-        }
-        return {"kind": self.kind, **non_default_values}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read a scheme from the values of `to_json`.
-
-        Raises:
-            ValueError: for an unknown field, a missing field or an invalid value.
-        """
-        is_required, field_values = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
-        field_values.pop("kind", None)
-        if unknown := sorted(field_values.keys() - is_required.keys()):
-            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], is_required)}")
-        if missing := sorted(name for name, required in is_required.items() if required and name not in field_values):
-            raise ValueError(f"{cls.kind} lacks its field {missing[0]!r}")
-        scheme = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in field_values.items()})
-        scheme.check()
-        return scheme
-
-    def check(self) -> None:
-        """Check the fields of a scheme that was read from a file.
-
-        Raises:
-            ValueError: for a field of a wrong type, or a count below 1.
-        """
-        for name, hint in validators(type(self)).items():
-            try:
-                hint.validate_python(value := getattr(self, name))
-            except ValidationError as error:
-                raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{name} of {self.kind} is {value}, but it must be at least 1")
-            if isinstance(value, Scheme):
-                value.check()
 
 
 def _identity(value: Any) -> Any:

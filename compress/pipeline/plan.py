@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.opening import OpenModel, read_config
@@ -17,7 +18,8 @@ from compress.checkpoint.sources.packed import open_input, starting_sparsities
 from compress.errors import ModelError, ShortageError, TargetError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import attentions_containing
+from compress.models.caches.attentions import attentions_containing, cache_policies
+from compress.models.caches.base import CachePolicy
 from compress.models.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy
 from compress.passes.contract.context import device_of
@@ -191,7 +193,9 @@ def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, 
     left_out = suited(recipe.eval, opened.model)[1]
     planned = plan_on(recipe, steps, form)
     schemes = {layer.name: layer.scheme for layer in planned.layers}
-    check_reader(recipe, steps, form, schemes)
+    policies = cache_policies(form.model) | planned_policies(steps, form)
+    stated = stated_policy(form.model, policies, recipe.save.target()) is not None
+    check_reader(recipe, form, schemes, stated)
     served = check_servers(recipe, opened, form, schemes)
     if form is opened:
         dense = planned.dense_bytes
@@ -234,11 +238,21 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
 
 
 def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """Raise TargetError for a rounded KV cache that the one file of a format cannot state."""
+    """Raise TargetError for a cache policy that the one file of a format cannot state."""
     for where, step, _ in steps:
         if step.effects(ANY_LAYER).cache is not None and recipe.save.target().file is not None:
-            reason = f"format {recipe.save.format} cannot state that keys and values are rounded"
+            reason = f"format {recipe.save.format} cannot state a cache policy"
             raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
+
+
+def planned_policies(steps: Sequence[Step], form: OpenModel) -> dict[str, CachePolicy]:
+    """Return the cache policies that passes install, by the names of the attention modules."""
+    return {
+        attention: policy
+        for _, step, names in steps
+        if (policy := step.effects(ANY_LAYER).cache) is not None
+        for attention in attentions_containing(form.model, names)
+    }
 
 
 def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
@@ -283,13 +297,10 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     weights = sum(layer.size_bytes for layer in layers)
     rest = _rest_bytes(form, storage, ends, format_)
     dense = _rest_bytes(form, storage, ends) + _dense_bytes(shapes, storage)
-    scales = sum(
-        sum(cache.static) * len(attentions_containing(form.model, names))
-        for _, step, names in steps
-        if (cache := step.effects(ANY_LAYER).cache) is not None
-    )
+    policies = planned_policies(steps, form).values()
+    cache_bytes = sum(spec.size_bytes(storage) for policy in policies for spec in policy.tensors().values())
     notes = form.notes + _notes(steps, layers, starts, format_, storage) + transform_notes(kept)
-    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(notes))
+    return Plan(tuple(layers), weights + rest + cache_bytes, dense, 0, tuple(notes))
 
 
 def _notes(

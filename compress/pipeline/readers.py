@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -14,10 +14,7 @@ from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import attentions_containing
 from compress.models.experts import Experts
-from compress.passes.contract.facts import ANY_LAYER
-from compress.passes.contract.passes import Step
 from compress.recipe.schema import Recipe
 
 OWN = "save: {verify: own} checks it with compress.load alone"
@@ -36,7 +33,7 @@ def unreadable(
     """Why transformers cannot load a checkpoint of the model, or None.
 
     schemes: the stored schemes of linears by full name; others are dense. dtype: of loading. stated: whether the
-    configuration states the rounding of the KV cache.
+    format states the cache policy.
     """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
@@ -77,22 +74,15 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
     return False
 
 
-def check_reader(recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned: Mapping[str, LayerScheme]) -> None:
+def check_reader(recipe: Recipe, form: OpenModel, planned: Mapping[str, LayerScheme], stated: bool) -> None:
     """Raise TargetError when it is known before the run that transformers cannot load the checkpoint.
 
-    form: the model in its final shape. planned: the final schemes of its linears.
+    form: the model in its final shape. planned: the final schemes of its linears. stated: see `unreadable`.
     """
     if not_asked(recipe) is not None:
         return
     format_ = recipe.save.target()
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
-    every = attentions_containing(form.model, form.linear_names())
-    stated = any(
-        (cache := step.effects(ANY_LAYER).cache) is not None
-        and format_.states(cache, form.config)
-        and len(attentions_containing(form.model, names)) == len(every)
-        for _, step, names in steps
-    )
     reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
     if reason is not None:
         other = "save: {format: native} stores it for compress.load, "

@@ -21,7 +21,7 @@ from compress.errors import ModelError, TargetError
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears, scheme_of, shape_of
 from compress.layers.scheme import LayerScheme, transform_class
-from compress.models.caches.quantized import attentions_containing, rounded_caches
+from compress.models.caches.attentions import attentions_containing, cache_policies
 from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
 from compress.models.reshape.reconfigure import sketch
 from compress.models.structure.blocks import find_blocks
@@ -123,9 +123,9 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
                 "activations_quantized": layer.rounding is not None,
             }
             found[name] = {fact: EARLIER[fact] for fact, holds in true.items() if holds}
-    rounded = tuple(f"{attention}." for attention in rounded_caches(opened.model))
+    attentions = tuple(f"{attention}." for attention in cache_policies(opened.model))
     for name in found:
-        if name.startswith(rounded):
+        if name.startswith(attentions):
             found[name]["cache_quantized"] = EARLIER["cache_quantized"]
     return found
 
@@ -142,7 +142,7 @@ def schemes_of(opened: OpenModel) -> dict[str, LayerScheme]:
 
 def _check_stacks(step: Pass, opened: OpenModel, where: str) -> None:
     """Raise TargetError if a pass knows one stack of blocks only, and the model has two."""
-    does = "changes the shape of a model" if step.requires.new_shape else "rounds the KV cache of a model"
+    does = "changes the shape of a model" if step.requires.new_shape else "quantizes the KV cache of a model"
     if opened.blocks[-1].stack and (step.requires.new_shape or step.effects(ANY_LAYER).cache is not None):
         raise TargetError(
             f"{where}: it {does} with one stack of blocks, but {type(opened.model).__name__} has two, those of an "

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from compress.checkpoint.caches import install_policies
 from compress.checkpoint.codec import ShardEntry
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.load import fill, fill_caches
+from compress.checkpoint.sources.load import fill
 from compress.checkpoint.sources.opening import Mapped
 from compress.checkpoint.sources.stored import stored_in
 from compress.layers.linear import CompressedLinear, linears, renew_linear, replace_linear
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import SCALES, cache_records
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.attentions import cache_policies
+from compress.models.caches.base import tensor_names
 from compress.models.structure.blocks import Block
 from compress.models.tensors import assign
 
@@ -48,10 +49,10 @@ def restore_block(
             replace_linear(block.module, name)
     schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
     fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
-    present = cache_records(block.name, block.module)
-    caches = {n: CacheScheme.from_json(record["scheme"]) for n, record in entry.caches.items() if n not in present}
-    scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
-    fill_caches(block.module, block.name + ".", scales, caches)
+    present = {f"{block.name}.{name}".removesuffix(".") for name in cache_policies(block.module)}
+    policies = {name: policy for name, policy in entry.cache_policies().items() if name not in present}
+    stored_names = [name for name in tensor_names(policies) if name in mapped.files]
+    install_policies(block.module, block.name + ".", mapped.read(stored_names), policies)
     _assign_dense(block, mapped, schemes)
     return True
 

@@ -15,15 +15,15 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.save import stated_scheme
 from compress.checkpoint.sources.load import load
 from compress.errors import CannotRun, VerificationError, call_foreign
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
-from compress.models.caches.quantized import cache_sha256, copy_rounding, rounded_caches
+from compress.models.caches.attentions import cache_digests, cache_policies, copy_policy
 from compress.models.experts import open_experts
 from compress.models.forward import logits_of
 from compress.numerics.dtypes import dtype_name
@@ -64,7 +64,7 @@ def verify(
     """Reload with compress.load and, unless the recipe or the format says otherwise, with transformers alone.
 
     digests: sha256 of every layer's codes. reference: 'ids', and 'logits' of the computed model for them. caches:
-    `cache_sha256` of every attention module with rounded keys and values.
+    `cache_sha256` of every attention module with a cache policy.
 
     Raises VerificationError, which names the layer or the reader with the difference, or the reader that cannot be
     asked, and why.
@@ -73,10 +73,8 @@ def verify(
     for name, digest in digests.items():
         if layer_of(model.get_submodule(name)).sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} differ from the computed ones after reloading")
-    rounding = {name: cache_sha256(model.get_submodule(name)) for name in rounded_caches(model)}
-    if rounding != (caches or {}):
-        name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
-        raise VerificationError(f"{folder}: the rounding of the KV cache of {name} differs after reloading")
+    if differing := cache_digests(model).items() ^ (caches or {}).items():
+        raise VerificationError(f"{folder}: the cache policy of {min(differing)[0]} differs after reloading")
     own = _compare("compress.load", model, reference, run.device, folder)
     format_ = recipe.save.target()
     skipped = not_asked(recipe)
@@ -84,7 +82,7 @@ def verify(
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
     schemes = {name: CompressedLinear.of(layer).scheme for name, layer in linears(model).items()}
-    stated = stated_scheme(model, rounded_caches(model), format_) is not None
+    stated = stated_policy(model, cache_policies(model), format_) is not None
     reason = unreadable(recipe, model, schemes, dtype, stated) or _no_memory(model, dtype, folder, run.device)
     if reason is not None:
         again = "the checkpoint is complete, so the next run with this option computes nothing again"
@@ -98,7 +96,7 @@ def verify(
         )
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
     _cast_dequantized(other, dtype, run)
-    _copy_cache_rounding(model, other, run)
+    _copy_cache_policies(model, other, run)
     tolerance = ROUNDED_TOLERANCE if kinds else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance, format_)
     del other
@@ -135,14 +133,14 @@ def _compare_with_transformers(
     return difference
 
 
-def _copy_cache_rounding(model: nn.Module, other: nn.Module, run: Run) -> None:
-    """Add the rounding of keys and values to `other`, loaded by transformers, which does not store all of it."""
-    left = [name for name in rounded_caches(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
-    for name in left:
-        copy_rounding(model.get_submodule(name), other.get_submodule(name))
-    if left:
-        message = "transformers does not quantize this KV cache, so it was quantized for the comparison"
-        run.journal.add("note", "verify", message, attentions=len(left))
+def _copy_cache_policies(model: nn.Module, other: nn.Module, run: Run) -> None:
+    """Copy the cache policies that transformers does not read from the checkpoint to `other`, which it loaded."""
+    names = [name for name in cache_policies(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
+    for name in names:
+        copy_policy(model.get_submodule(name), other.get_submodule(name))
+    if names:
+        message = "transformers does not read this cache policy, so it was installed for the comparison"
+        run.journal.add("note", "verify", message, attentions=len(names))
 
 
 def _cast_dequantized(model: nn.Module, dtype: torch.dtype, run: Run) -> None:
@@ -191,7 +189,7 @@ def _dense_while_it_runs(layer: nn.Module) -> None:
 
 
 def _is_packed(layer: nn.Module) -> bool:
-    """Whether compressed-tensors holds this layer packed; attention modules with the same status round their cache."""
+    """Whether compressed-tensors holds this layer packed; attentions with this status quantize their cache."""
     return getattr(layer, "quantization_status", None) == "compressed" and not any(layer.children())
 
 

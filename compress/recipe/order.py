@@ -82,5 +82,5 @@ def in_words(fact: Fact) -> str:
         "masked": "pruned",
         "quantized": "quantized",
         "activations_quantized": "given quantized inputs",
-        "cache_quantized": "given a rounded KV cache",
+        "cache_quantized": "given a quantized KV cache",
     }[fact]

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.layers.linear import CompressedLinear, linears
-from compress.models.caches.quantized import SCALES, attentions_with_cache, cache_sha256, scheme_of
+from compress.models.caches.attentions import attentions_with_cache, cache_digests, cache_policies
+from compress.models.caches.base import tensor_names
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import LayerPass, Pass
 from compress.pipeline.run import apply
@@ -45,10 +46,10 @@ def tensors_of(model: PreTrainedModel) -> Tensors:
         tensors[f"{name}.inputs"] = _digest(repr([t.sha256() for t in layer.all_transforms]))
     layer_prefixes = tuple(f"{name}." for name in layers)
     other_tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(layer_prefixes)}
-    tensors |= {name: tensor.clone() for name, tensor in other_tensors.items() if not name.endswith(SCALES)}
-    for name, attention in attentions_with_cache(model).items():
-        tensors[f"{name}.cache"] = _digest("" if scheme_of(attention) is None else cache_sha256(attention))
-    return tensors
+    policy_tensors = tensor_names(cache_policies(model))
+    tensors |= {name: tensor.clone() for name, tensor in other_tensors.items() if name not in policy_tensors}
+    digests = cache_digests(model)
+    return tensors | {f"{name}.cache": _digest(digests.get(name, "")) for name in attentions_with_cache(model)}
 
 
 def differing(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:

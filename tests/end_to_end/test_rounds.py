@@ -305,7 +305,7 @@ def test_facts_hold_across_runs(ran, again):
         (rounded, RTN(), "is already quantized by earlier passes"),
         (pruned, DropBlocks(count=1), r"is already pruned by earlier passes \(masks: forget"),
         (pruned, RTN(weights="binary"), "weights binary have no zero"),
-        (cached, KVCache(), "is already given a rounded KV cache by earlier passes"),
+        (cached, KVCache(), "is already given a quantized KV cache by earlier passes"),
         (rounded, LoRC(), "no pass right before it quantizes the layer"),
         (rounded, MixedPrecision(), "is given quantized inputs before; put a pass that does so before it"),
     ]:

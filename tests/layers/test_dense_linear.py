@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.layers.dense_linear import is_linear
 from compress.layers.linear import linears
-from compress.models.caches.quantized import attentions_with_cache
+from compress.models.caches.attentions import attentions_with_cache
 
 
 class Router(nn.Linear):

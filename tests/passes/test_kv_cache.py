@@ -1,4 +1,4 @@
-"""KV-cache rounding: found everywhere, in place while others calibrate and train, shipped, read back by others."""
+"""KV-cache quantization: found everywhere, in place while others calibrate and train, shipped, read back by others."""
 
 import copy
 import json
@@ -16,14 +16,14 @@ from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, Drop
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
 from compress.evaluate.result import RunResult
 from compress.kernels.dispatch import plain_torch
-from compress.models.caches.quantized import (
-    CONFIG_KEY,
+from compress.models.caches.attentions import (
     attentions_with_cache,
-    rounded_caches,
-    roundings,
-    scheme_of,
+    cache_policies,
+    policy_of,
+    policy_tensors,
     watching,
 )
+from compress.models.caches.base import CONFIG_KEY, AttentionCache
 from compress.numerics.hadamard import hadamard
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.cache.kv_cache import ALLOWED
@@ -44,9 +44,7 @@ def logits(model, ids):
 
 
 def scales(model):
-    return {
-        name: (m.k_scale, m.v_scale) for name, m in attentions_with_cache(model).items() if scheme_of(m) is not None
-    }
+    return {name: policy_tensors(m) for name, m in attentions_with_cache(model).items() if policy_of(m) is not None}
 
 
 def test_a_scale_per_token_needs_no_data_and_changes_no_tensor(pico_model, pico_ids):
@@ -61,10 +59,8 @@ def test_zero_points_halve_the_error_of_what_is_all_positive():
     x = torch.rand(64, 16, generator=torch.Generator().manual_seed(0)) + 1
     errors = []
     for symmetric in (True, False):
-        attention = torch.nn.Module()
-        attention.cache_scheme = KVCache(keys="int4", symmetric=symmetric).cache
-        attention.k_scale = attention.v_scale = None
-        errors.append(float((roundings(attention)[0](x) - x).norm()))
+        found, _ = KVCache(keys="int4", symmetric=symmetric).cache.update(AttentionCache(), {}, x, x)
+        errors.append(float((found - x).norm()))
     assert errors[1] < 0.55 * errors[0]
 
 
@@ -75,9 +71,9 @@ def test_a_static_scale_covers_what_the_block_makes_of_the_text(pico_model, pico
     with watching(attentions_with_cache(pico_model), lambda name, k, v: largest.update({name: k.abs().amax()})):
         logits(pico_model, pico_ids)
     found = scales(pico_model)
-    assert len(found) == 3 and all(of_values is None for _, of_values in found.values())
-    for name, (of_keys, _) in found.items():
-        assert float(of_keys) == pytest.approx(float(largest[name]) / 127.5, rel=1e-5)
+    assert len(found) == 3 and all("v_scale" not in tensors for tensors in found.values())
+    for name, tensors in found.items():
+        assert float(tensors["k_scale"]) == pytest.approx(float(largest[name]) / 127.5, rel=1e-5)
 
 
 def test_a_static_scale_of_transformed_keys_covers_those(pico_model, pico_ids):
@@ -87,17 +83,17 @@ def test_a_static_scale_of_transformed_keys_covers_those(pico_model, pico_ids):
         logits(pico_model, pico_ids)
     keys, values = seen[0]
     compress.apply(pico_model, [KVCache(scale="static", hadamard="keys")], pico_ids)
-    of_keys, of_values = scales(pico_model)["model.layers.0.self_attn"]
+    tensors = scales(pico_model)["model.layers.0.self_attn"]
     turned = keys @ hadamard(32).float() / 32**0.5
-    assert float(of_keys) == pytest.approx(float(turned.abs().amax()) / 127.5, rel=1e-5)
-    assert float(of_values) == pytest.approx(float(values.abs().amax()) / 127.5, rel=1e-5)
+    assert float(tensors["k_scale"]) == pytest.approx(float(turned.abs().amax()) / 127.5, rel=1e-5)
+    assert float(tensors["v_scale"]) == pytest.approx(float(values.abs().amax()) / 127.5, rel=1e-5)
 
 
 def test_only_attentions_that_hold_a_target_are_rounded(pico_model):
     compress.apply(
         pico_model, [KVCache(targets="*.1.self_attn.o_proj"), KVCache(targets="*.2.self_attn.*", keys="int4")]
     )
-    found = {name: scheme.keys.name for name, scheme in rounded_caches(pico_model).items()}
+    found = {name: scheme.keys.name for name, scheme in cache_policies(pico_model).items()}
     assert found == {ATTENTION: "int8", "model.layers.2.self_attn": "int4"}
 
 
@@ -115,7 +111,7 @@ def test_weights_learn_to_bear_rounded_keys_and_values(pico_model, pico_ids):
     step = QAT(weights="int8", group_size=32, ce_weight=0, steps=12, batch=2, learning_rate=1e-3, weight_rate=0.1)
     figures = trained(pico_model, pico_ids, [KVCache(**INT2), step])
     assert figures["first_loss"] > 0.1 and figures["last_loss"] < 0.8 * figures["first_loss"]
-    assert len(rounded_caches(pico_model)) == 3
+    assert len(cache_policies(pico_model)) == 3
 
 
 def test_the_teacher_is_not_rounded(pico_model, pico_ids):
@@ -172,10 +168,10 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     config = json.loads((tmp_path / "config.json").read_text())
     assert (CONFIG_KEY in config) == (not stated)
     assert bool((config.get("quantization_config") or {}).get("kv_cache_scheme")) == stated
-    record = [e for e in result.journal.entries if "does not quantize this KV cache" in e.message]
+    record = [e for e in result.journal.entries if "does not read this cache policy" in e.message]
     assert len(record) == (not stated and format_ != "native")
     model, _ = compress.load(tmp_path)
-    assert set(rounded_caches(model).values()) == {KVCache(**options).cache}
+    assert set(cache_policies(model).values()) == {KVCache(**options).cache}
     assert not hasattr(model.config, CONFIG_KEY)
     if stated:  # others round, too, without being told by us
         other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -248,7 +244,7 @@ def test_a_checkpoint_of_others_is_read_with_its_scheme(served, tmp_path, pico_i
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] |= {"type": "int", "group_size": None, "observer": "minmax"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert {s.keys.name for s in rounded_caches(compress.load(tmp_path)[0]).values()} == {"int8"}
+    assert {s.keys.name for s in cache_policies(compress.load(tmp_path)[0]).values()} == {"int8"}
     theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), pico_ids)
     with plain_torch():  # as above
         ours = logits(compress.load(tmp_path)[0], pico_ids)
@@ -266,7 +262,7 @@ def test_a_checkpoint_of_others_is_read_with_its_scheme(served, tmp_path, pico_i
         ({"values": "nf4_dq"}, "grid 'nf4_dq' cannot hold keys and values"),
         ({"keys": "fp8"}, "grid 'fp8' cannot hold"),
         ({"keys": 8}, "grid 8 cannot hold"),
-        ({"keys": "none", "values": "none"}, "none leaves nothing to round"),
+        ({"keys": "none", "values": "none"}, "none leaves nothing to quantize"),
         ({"scale": "tensor"}, "input should be 'token' or 'static'"),
         ({"scale": "static", "symmetric": False}, "symmetric: false needs scale: token"),
         ({"scale": "static", "key_group": 32}, "key_group has no effect with scale: static; leave it out"),
@@ -286,19 +282,21 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 def test_what_is_rounded_already_is_told_before_the_work(pico_model, recipe):
     with pytest.raises(
-        RecipeError, match=r"the same layers would be given a rounded KV cache twice, by passes\[0\] kv_cache and"
+        RecipeError, match=r"the same layers would be given a quantized KV cache twice, by passes\[0\] kv_cache and"
     ):
         recipe(KVCache(), RTN(), KVCache(keys="int4"))
     with pytest.raises(
-        RecipeError, match="the layers are already given a rounded KV cache by .*; put drop_blocks before it"
+        RecipeError, match="the layers are already given a quantized KV cache by .*; put drop_blocks before it"
     ):
         recipe(KVCache(), DropBlocks(count=1))
     parts = [KVCache(targets="*.q_proj"), KVCache(targets="*.k_proj")]
-    message = r"passes\[1\] kv_cache: model.layers.0.self_attn.q_proj is already given a rounded KV cache by passes\[0\] kv_cache"
+    message = r"passes\[1\] kv_cache: model.layers.0.self_attn.q_proj is already given a quantized KV cache by passes\[0\] kv_cache"
     with pytest.raises(TargetError, match=message):
         compress.plan(recipe(*parts))
     compress.apply(pico_model, [KVCache()])
-    with pytest.raises(TargetError, match="is already given a rounded KV cache by earlier passes; skip it with ignore"):
+    with pytest.raises(
+        TargetError, match="is already given a quantized KV cache by earlier passes; skip it with ignore"
+    ):
         compress.apply(pico_model, [KVCache()])
     compress.apply(pico_model, [Wanda(sparsity=0.5)], torch.arange(64)[None])
 
@@ -306,7 +304,7 @@ def test_what_is_rounded_already_is_told_before_the_work(pico_model, recipe):
 @pytest.mark.parametrize("step", [SmoothQuant(), AWQ(group_size=32), ChannelPermutation()])
 def test_what_proves_its_rewrites_of_attentions_comes_first(step, recipe):
     """Rounding makes of the least difference a whole step, so that a link through it cannot be seen."""
-    with pytest.raises(RecipeError, match=f"given a rounded KV cache by .*; put {step.key()} before it"):
+    with pytest.raises(RecipeError, match=f"given a quantized KV cache by .*; put {step.key()} before it"):
         recipe(KVCache(), step)
     follower = Unpruned() if step.effects(ANY_LAYER).prepares.fact == "masked" else Unrounded(group_size=32)
     compress.plan(recipe(step, KVCache(), follower))
@@ -338,7 +336,7 @@ def test_numbers_that_are_not_finite_are_found_in_calibration(projection, kind, 
     message = rf"passes\[0\] kv_cache model.layers.1.self_attn: {kind} contain NaN or infinity on the calibration text"
     with pytest.raises(NumericError, match=message):
         compress.apply(pico_model, [KVCache(scale="static")], pico_ids)
-    assert ATTENTION not in rounded_caches(pico_model)
+    assert ATTENTION not in cache_policies(pico_model)
 
 
 def test_a_cache_that_nothing_enters_has_no_static_scale(pico_model, pico_ids):
@@ -398,13 +396,13 @@ def test_a_damaged_checkpoint_is_an_error(damage, message, damaged):
 def test_another_scale_than_was_computed_is_found(damaged, recipe, monkeypatch):
     monkeypatch.setattr("compress.pipeline.checkpoint.Manifest.damaged", lambda self: [])
     stored(damaged, lambda tensors: tensors[f"{ATTENTION}.k_scale"].mul_(1.0001))
-    with pytest.raises(VerificationError, match=f"the rounding of the KV cache of {ATTENTION} differs after"):
+    with pytest.raises(VerificationError, match=f"the cache policy of {ATTENTION} differs after"):
         compress.run(recipe(KVCache(scale="static"), save={"format": "dense", "verify": "own"}), damaged)
 
 
 def test_what_is_rounded_is_a_model_to_start_from(dense):
     assert len(compress.plan(compress.Recipe(model=str(dense), passes=[RTN(group_size=32)])).layers) == 21
-    with pytest.raises(TargetError, match="is already given a rounded KV cache by earlier passes"):
+    with pytest.raises(TargetError, match="is already given a quantized KV cache by earlier passes"):
         compress.plan(compress.Recipe(model=str(dense), passes=[KVCache()]))
 
 
@@ -417,13 +415,12 @@ def test_a_scheme_of_others_that_is_not_known_is_an_error(served, tmp_path):
         compress.load(tmp_path)
 
 
-def test_every_grid_that_is_allowed_rounds(pico_model, pico_ids):
+def test_every_grid_that_is_allowed_quantizes():
     assert set(ALLOWED) >= {"int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "nf4"}
     assert all(GRIDS[name].group_size is None for name in ALLOWED)
-    first = pico_model.model.layers[0].self_attn
     x = torch.randn(64, 32)
     for name in ALLOWED:
         for group in (None, 64):
-            first.cache_scheme, first.k_scale, first.v_scale = KVCache(keys=name, key_group=group).cache, None, None
-            error = float((roundings(first)[0](x) - x).norm() / x.norm())
+            found, _ = KVCache(keys=name, key_group=group).cache.update(AttentionCache(), {}, x, x)
+            error = float((found - x).norm() / x.norm())
             assert 0 < error < 0.75, name

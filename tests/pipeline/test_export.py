@@ -28,7 +28,7 @@ from compress.checkpoint.sources.packed import open_input
 from compress.errors import ModelError, OutputError, SaveError, TargetError, UserError, VerificationError
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears
-from compress.models.caches.quantized import rounded_caches
+from compress.models.caches.attentions import cache_policies
 
 MLP = "*.mlp.*"
 CHAINS = {
@@ -88,7 +88,7 @@ def test_native_holds_everything(name, applied, logits, tmp_path):
     assert tokenizer is None
     assert float((logits(loaded) - logits(model)).abs().max()) <= LOGITS
     assert {n: layer.sha256() for n, layer in layers(model).items()} == before, "the model has changed"
-    assert rounded_caches(loaded) == rounded_caches(model)
+    assert cache_policies(loaded) == cache_policies(model)
     for n, layer in layers(model).items():
         found = CompressedLinear.of(loaded.get_submodule(n))
         assert torch.equal(found.weight, layer.weight)

@@ -173,14 +173,20 @@ def test_training_by_hand(report):
     ]
 
 
-def test_a_rounded_cache_by_hand(report):
+def test_a_quantized_cache_by_hand(report):
     assert rendered("kv_cache", report) is None
     of = {"keys, int8 per attention": {"attentions": 3, "mean_error": 0.01, "largest_error": 0.02}}
     sizes = {"before": 768.0, "after": 408.0}
-    report["kv_cache"] = {"bytes_per_token": sizes, "stated": True, "of": of, "attentions": {}}
+    report["kv_cache"] = {
+        "bytes_per_token": sizes,
+        "stated": True,
+        "of": of,
+        "attentions": {},
+        "summaries": ["Keys are in half precision."],
+    }
     section = rendered("kv_cache", report)
     assert section.splitlines()[-1] == "| keys, int8 per attention | 3 | 0.0100 | 0.0200 |"
-    assert "kv_cache_scheme in config.json" in section
+    assert "Keys are in half precision. kv_cache_scheme in config.json" in section
     assert ("KV cache, bytes per token", "768", "408", "1.88x smaller") in summary(report)
     report["kv_cache"]["stated"] = False
     assert "Only compress.load applies it" in rendered("kv_cache", report)

@@ -39,7 +39,6 @@ from compress.checkpoint.formats.layouts.layout import codes_of, columns_of_grou
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
-from compress.models.caches.scheme import CacheScheme
 from compress.numerics.quant.bits import pack, unpack
 from compress.numerics.quant.codes import groups_in
 
@@ -145,9 +144,7 @@ class AWQ(Format):
         held = {"words": words, "scale": known["scales"].T.contiguous(), "zero": zero}
         return [CodesPart(codes, scheme.shape, held)], []
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         if not schemes:
             return None
         size = codes_of(next(iter(schemes.values()))).group_size

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.base import CachePolicy
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -247,22 +247,30 @@ class Format(ABC):
         """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""
         return None
 
-    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
-        """Whether `config` can state this scheme for all keys and values of the model, and readers accept it."""
+    def states(self, policy: CachePolicy, model: PretrainedConfig) -> bool:
+        """Return whether `state_cache` can state this policy for all attention modules, and readers accept it."""
         return False
 
-    @abstractmethod
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
-        """The `quantization_config` for layers by full name; ignore: names of dense linears.
+    def state_cache(self, config: dict[str, Any] | None, ignore: list[str], policy: CachePolicy) -> dict[str, Any]:
+        """Add a policy that `states` accepts to a `quantization_config`.
 
-        cached: the scheme of all keys and values of the model, if this format states it (`states`).
+        Args:
+            config: the result of `config`.
+            ignore: names of dense linears.
         """
+        raise NotImplementedError(f"format {self.name} states no cache policy")
 
-    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
-        """The scheme of all keys and values that a `quantization_config` states, or None. Raises ValueError."""
+    def read_cache(self, config: Mapping[str, Any]) -> CachePolicy | None:
+        """Return the policy of all attention modules that a `quantization_config` states, or None.
+
+        Raises:
+            ValueError: for a policy that is not supported.
+        """
         return None
+
+    @abstractmethod
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
+        """The `quantization_config` for layers by full name; ignore: names of dense linears."""
 
     @abstractmethod
     def schemes(

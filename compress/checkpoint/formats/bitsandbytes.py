@@ -38,7 +38,6 @@ from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
-from compress.models.caches.scheme import CacheScheme
 from compress.numerics.division import divided
 from compress.numerics.dtypes import dtype_name
 from compress.numerics.quant.bits import pack, unpack
@@ -216,9 +215,7 @@ class BitsAndBytes(Format):
             held["shared"] = torch.cat([offset, known["weight.nested_absmax"]])
         return [CodesPart(codes, scheme.shape, held)], []
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         if not schemes:
             return None
         first = next(iter(schemes.values()))

@@ -37,7 +37,8 @@ from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, find_rounding, only_codes
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.base import CachePolicy
+from compress.models.caches.grid import GridCache
 from compress.numerics.quant.grids import GRIDS, IntGrid
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
@@ -47,8 +48,8 @@ GROUPED = ("group", "tensor_group")
 INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
 """The grid of 8-bit inputs by the type that a config names."""
 CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
-"""The scheme that `CACHE`, a `kv_cache_scheme`, states."""
+SERVED = GridCache(INPUTS["float"], INPUTS["float"], "static")
+"""The policy that `CACHE`, a `kv_cache_scheme`, states."""
 INPUT_SCALE = "input_scale"
 """The stored name of a static scale of the inputs."""
 
@@ -186,19 +187,32 @@ class CompressedTensors(Format):
             return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
         return None
 
-    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+    def states(self, policy: CachePolicy, model: PretrainedConfig) -> bool:
         heads = getattr(model.get_text_config(decoder=True), "num_key_value_heads", None)
-        return scheme == SERVED and heads is not None
+        return policy == SERVED and heads is not None
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def state_cache(self, config: dict[str, Any] | None, ignore: list[str], policy: CachePolicy) -> dict[str, Any]:
+        return {**(config or self._config({}, ignore)), "kv_cache_scheme": dict(CACHE)}
+
+    def read_cache(self, config: Mapping[str, Any]) -> CachePolicy | None:
+        record = config.get("kv_cache_scheme")
+        if record is None:
+            return None
+        expected = {**CACHE, "type": record.get("type")}
+        differing = {name: record.get(name) for name, value in expected.items() if record.get(name, value) != value}
+        if differing or record.get("type") not in INPUTS:
+            raise ValueError(f"kv_cache_scheme {record} cannot be read, only 8 bits with one static scale per tensor")
+        grid = INPUTS[record["type"]]
+        return GridCache(grid, grid, "static")
+
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
+        return self._config(schemes, ignore) if schemes else None
+
+    def _config(self, schemes: Mapping[str, LayerScheme], ignore: list[str]) -> dict[str, Any]:
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for name, scheme in schemes.items():
             group = self._group(scheme)
             groups.setdefault(repr(group), (group, []))[1].append(name)
-        if not groups and cached is None:
-            return None
         single = len(groups) == 1
         config_groups = {
             f"group_{i}": {"targets": ["Linear"] if single else names, **group}
@@ -213,7 +227,7 @@ class CompressedTensors(Format):
             "quantization_status": "compressed",
             "ignore": ignore,
             "global_compression_ratio": None,
-            "kv_cache_scheme": None if cached is None else dict(CACHE),
+            "kv_cache_scheme": None,
             "sparsity_config": {},
             "transform_config": {},
             "config_groups": config_groups,
@@ -230,17 +244,6 @@ class CompressedTensors(Format):
         inputs = None if scheme.rounding is None else input_arguments(scheme)
         weights = layout.weight_arguments(scheme)
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.name}
-
-    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
-        record = config.get("kv_cache_scheme")
-        if record is None:
-            return None
-        expected = {**CACHE, "type": record.get("type")}
-        differing = {name: record.get(name) for name, value in expected.items() if record.get(name, value) != value}
-        if differing or record.get("type") not in INPUTS:
-            raise ValueError(f"kv_cache_scheme {record} cannot be read, only 8 bits with one static scale per tensor")
-        grid = INPUTS[record["type"]]
-        return CacheScheme(grid, grid, "static")
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]

@@ -15,7 +15,6 @@ from torch import Tensor
 from compress.checkpoint.formats.base import Format
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.scheme import CacheScheme
 
 
 class Dense(Format):
@@ -46,9 +45,7 @@ class Dense(Format):
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
         raise AssertionError("this format holds no codes")
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         return None
 
     def schemes(

@@ -44,7 +44,6 @@ from compress.errors import did_you_mean
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
-from compress.models.caches.scheme import CacheScheme
 
 STORED = f"weight{BLOCKS}"
 END_TYPE = "Q6_K"  # that of llama.cpp for the head
@@ -130,9 +129,7 @@ class GGUF(Format):
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         return None
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         return layers_config(self.quant_method, schemes, version)
 
     def schemes(

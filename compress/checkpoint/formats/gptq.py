@@ -46,7 +46,6 @@ from compress.checkpoint.formats.layouts.layout import codes_of, columns_of_grou
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
-from compress.models.caches.scheme import CacheScheme
 from compress.numerics.quant.bits import pack, packed_width, unpack, whole_words
 from compress.numerics.quant.codes import groups_in
 
@@ -169,9 +168,7 @@ class GPTQ(Format):
         unsigned = (stored.to(torch.int16) + (self.offset or 0)) & (2**bits - 1)
         return signed_zeros(unsigned.T, codes)
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         if not schemes:
             return None
         facts = {name: _facts(codes_of(scheme)) for name, scheme in schemes.items()}

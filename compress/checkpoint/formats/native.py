@@ -27,7 +27,6 @@ from torch import Tensor
 from compress.checkpoint.formats.base import Format, layers_config, layers_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.scheme import LayerScheme, layer_tensors
-from compress.models.caches.scheme import CacheScheme
 
 
 class Native(Format):
@@ -54,9 +53,7 @@ class Native(Format):
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
         return scheme.read(tensors)
 
-    def config(
-        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
-    ) -> dict[str, Any] | None:
+    def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         return layers_config(self.quant_method, schemes, version)
 
     def schemes(

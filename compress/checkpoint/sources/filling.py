@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.checkpoint.caches import install_policies, read_policies, state_policies
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.save import compressed_layers, masks_as_zeros, model_tensors, state_masks
-from compress.checkpoint.sources.load import cache_schemes, fill, fill_caches, schemes_of, weights_in_codes
+from compress.checkpoint.sources.load import fill, schemes_of, weights_in_codes
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.opening import Mapped
 from compress.checkpoint.sources.stored import by_owner, stored_in
@@ -24,8 +25,7 @@ from compress.errors import ModelError
 from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.layers.linear import replace_linear
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import CONFIG_KEY, SCALES, rounded_caches
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
 from compress.models.experts import open_experts
 from compress.models.structure.ends import find_ends, replace_end, tie_recorded
 
@@ -55,12 +55,12 @@ class Unfilled(nn.Module):
 class Filling:
     """What is left to do when transformers has loaded the other tensors.
 
-    schemes: of the compressed linears. caches: of attentions with a rounded cache. stored: all tensors of the
+    schemes: of the compressed linears. caches: policies by attention module. stored: all tensors of the
     checkpoint. modules: the compressed linears and embeddings without weights, which are put back.
     """
 
     schemes: dict[str, LayerScheme]
-    caches: dict[str, CacheScheme]
+    caches: dict[str, CachePolicy]
     stored: dict[str, tuple[Path, str]]
     modules: dict[str, nn.Module]
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Filling:
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
         tie_recorded(model)  # transformers ties later, but tied ends are found by their shared weight
-        caches = cache_schemes(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
+        caches = read_policies(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
         stored = {name: place for path in files for name, place in stored_in(path).items()}
         schemes = schemes_of(model, NATIVE, config, stored)
         packed = weights_in_codes(model, schemes)
@@ -91,7 +91,7 @@ class Filling:
             if not module._non_persistent_buffers_set:
                 vars(module)["_is_hf_initialized"] = True
         kinds = {NUMBER.sub(r"\\d+", re.escape(name)) for name in schemes}  # transformers tries each on every name
-        ignored = [rf"^{kind}\.(?!bias$)" for kind in kinds] + [rf"\.{scale}$" for scale in SCALES]
+        ignored = [rf"^{kind}\.(?!bias$)" for kind in kinds] + [re.escape(name) for name in tensor_names(caches)]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         return cls(schemes, caches, stored, modules, dtype or torch.get_default_dtype())
 
@@ -106,8 +106,8 @@ class Filling:
             inside = [key for key in names if not key.endswith(".bias")]
             held = mapped(_device_of(name, places)).read_raw(inside)
             fill(model, "", held, {name: self.schemes[name]}, NATIVE, self.dtype, self.stored, ends)
-        scales = [name for name in self.stored if name.endswith(SCALES)]
-        fill_caches(model, "", Mapped(self.stored, self.dtype, model.device).read(scales), self.caches)
+        names = [name for name in tensor_names(self.caches) if name in self.stored]
+        install_policies(model, "", Mapped(self.stored, self.dtype, model.device).read(names), self.caches)
         model.requires_grad_(False)
         accelerate_generation(model, compile=False, has_packed_weights=True)
 
@@ -155,7 +155,7 @@ def _device_of(name: str, places: Mapping[str, Any]) -> torch.device:
 
 
 def native_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a model in format `native`, and state its rounded caches in its configuration.
+    """Return the state of a model in format `native`, and state its cache policies in its configuration.
 
     Returns:
         Tensors by name, and the schemes of the compressed layers as JSON values.
@@ -165,8 +165,6 @@ def native_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, A
     """
     tensors = model_tensors(model, NATIVE)
     state_masks(model.config, masks_as_zeros(model))
-    cache_schemes_json = {name: scheme.to_json() for name, scheme in rounded_caches(model).items()}
-    if cache_schemes_json:
-        setattr(model.config, CONFIG_KEY, cache_schemes_json)
+    state_policies(model)
     layers = {name: layer for name, layer in compressed_layers(model).items() if not layer.scheme.plain}
     return tensors, {name: layer.scheme.to_json() for name, layer in layers.items()}

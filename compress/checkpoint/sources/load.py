@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.caches import install_policies, read_policies
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
@@ -34,8 +35,7 @@ from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, replace_linear, shape_of
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
 from compress.models.computation import compute_dtype, inference_dtype, remember_storage, to_device
 from compress.models.experts import open_experts
 from compress.models.structure.ends import End, find_ends, replace_end, tie
@@ -96,8 +96,8 @@ def load(
         _read_dense(found, device)
         tie(model)
         to_device(model, device)
-    scales = opening.Mapped(found.stored, found.dtype, device)
-    fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
+    stored = opening.Mapped(found.stored, found.dtype, device)
+    install_policies(model, "", stored.read(found.cache_tensor_names()), found.caches)
     model.eval().requires_grad_(False)
     if found.widened_from is not None:
         allow_narrow_inputs(model)
@@ -107,8 +107,8 @@ def load(
     share_inputs(model)
     state_masks(model.config, found.masked)
     guard_saving(model)
-    if compile is None and found.caches:
-        compile = False  # traced steps do not support cache policies
+    if compile is None and not all(policy.traceable for policy in found.caches.values()):
+        compile = False
     accelerate_generation(model, compile, has_packed_weights=found.format is not None)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 
@@ -125,8 +125,8 @@ class Description:
     """What the files of a checkpoint state, with its model without weights.
 
     dtype: of the computation. widened_from: that of the checkpoint if 'auto' chose a wider one for the computation.
-    format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the rounding of keys and
-    values by attention. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
+    format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the cache policies
+    by attention module. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
     stored tensor. files: the tensors of the model; None if some of them are missing or have another shape.
     """
 
@@ -135,7 +135,7 @@ class Description:
     widened_from: torch.dtype | None
     format: Format | None
     schemes: dict[str, LayerScheme]
-    caches: dict[str, CacheScheme]
+    caches: dict[str, CachePolicy]
     masked: frozenset[str]
     stored: dict[str, tuple[Path, str]]
     files: dict[str, tuple[Path, str]] | None
@@ -144,6 +144,10 @@ class Description:
         """The names of the model's tensors that are stored as they are."""
         packed = {f"{name}.weight" for name in self.schemes}  # some layouts store codes under this name
         return [name for name in self.files or () if name not in packed]
+
+    def cache_tensor_names(self) -> list[str]:
+        """The names of the stored tensors of cache policies."""
+        return [name for name in tensor_names(self.caches) if name in self.stored]
 
 
 def _read_dense(found: Description, device: torch.device) -> None:
@@ -179,7 +183,7 @@ def describe(
     stored = stored_tensors(folder)
     schemes = {} if format_ is None else schemes_of(model, format_, described, stored)
     files = opening.match(model, stored, present=weights_in_codes(model, schemes))
-    caches = cache_schemes(model, record, format_, described)
+    caches = read_policies(model, record, format_, described)
     return Description(model, compute, widened_from, format_, schemes, caches, masked, stored, files)
 
 
@@ -230,24 +234,6 @@ def weights_in_codes(model: nn.Module, schemes: Mapping[str, LayerScheme]) -> se
     return {*schemes, *(name for end in find_ends(model) if end.name in schemes for name in end.names)}
 
 
-def cache_schemes(
-    model: nn.Module, record: Any, format_: Format | None, described: Mapping[str, Any]
-) -> dict[str, CacheScheme]:
-    """The cache schemes by name of the attention. record: the value of `CONFIG_KEY`. Raises ModelError."""
-    try:
-        everywhere = None if format_ is None else call_foreign(format_.cached, described)
-        if everywhere is not None:
-            return dict.fromkeys(attentions_with_cache(model), everywhere)
-        if record is not None and not isinstance(record, dict):
-            raise ValueError(f"{CONFIG_KEY} is no object")
-        return {name: call_foreign(CacheScheme.from_json, values) for name, values in (record or {}).items()}
-    except (ValueError, CannotRun) as error:
-        cause = error.cause if isinstance(error, CannotRun) else error
-        if isinstance(cause, ValueError):
-            raise ModelError(f"model: config.json: {cause}") from error
-        raise _unreadable(CONFIG_KEY, error) from error
-
-
 def _unreadable(key: str, error: Exception) -> ModelError:
     """Return an error for an entry of config.json whose values have an unexpected form."""
     cause = error.cause if isinstance(error, CannotRun) else error
@@ -255,34 +241,6 @@ def _unreadable(key: str, error: Exception) -> ModelError:
     if isinstance(cause, KeyError):
         reason = f"it lacks {cause}, or does not know it"
     return ModelError(f"model: {key} of its config.json cannot be read ({reason})")
-
-
-def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]) -> None:
-    """Restore the rounding of keys and values below `root`; prefix + name is the full name.
-
-    Raises ModelError for a missing or invalid scale, and for an attention that does not exist.
-    """
-    known = attentions_with_cache(root)
-    for full, scheme in caches.items():
-        attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "" is the root
-        if attention is None:
-            raise ModelError(
-                f"model: {full} has no cache with keys and values to round; correct config.json, or fetch it again"
-            )
-        scales: list[Tensor | None] = [None, None]
-        for i, (name, static) in enumerate(zip(SCALES, scheme.static, strict=True)):
-            if static:
-                scales[i] = _cache_scale(f"{full}.{name}", tensors)
-        round_cache(attention, scheme, (scales[0], scales[1]))
-
-
-def _cache_scale(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    if name not in tensors:
-        raise ModelError(f"model: {name} is missing; write the checkpoint again")
-    scale = tensors[name].reshape(-1)
-    if scale.numel() != 1 or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
-        raise ModelError(f"model: {name} is {scale.tolist()[:4]}, not one positive number; write the checkpoint again")
-    return scale
 
 
 def fill(

@@ -39,7 +39,7 @@ from compress.checkpoint.sources.tokenizer import read_tokenizer
 from compress.checkpoint.sources.untrusted import check_config, check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.layers.linear import linears
-from compress.models.caches.quantized import CONFIG_KEY
+from compress.models.caches.base import CONFIG_KEY
 from compress.models.computation import compute_dtype, to_device, widened
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block, find_blocks
@@ -250,7 +250,7 @@ def open_model(
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     if getattr(config, CONFIG_KEY, None) is not None:
-        raise ModelError(f"model: {source} has a quantized KV cache; start from the original model")
+        raise ModelError(f"model: {source} has a KV cache with a policy of compress; start from the original model")
     compute, widened_from = compute_dtype(config, dtype, device)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()

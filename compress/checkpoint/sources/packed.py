@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compress.checkpoint.caches import install_policies
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.save import masked_in
 from compress.checkpoint.sources import opening
 from compress.checkpoint.sources.files import fingerprint_of, read_processor, stamp_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import commit_of
-from compress.checkpoint.sources.load import describe, fill, fill_caches, weights_in_codes
+from compress.checkpoint.sources.load import describe, fill, weights_in_codes
 from compress.checkpoint.sources.masks import MaskPolicy, Zeros, mask_from_zeros, told, zeros_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.opening import Mapped, OpenModel
@@ -33,7 +34,8 @@ from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear, linears, renew_linear
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import CONFIG_KEY, SCALES
+from compress.models.caches.attentions import cache_policies
+from compress.models.caches.base import CONFIG_KEY, tensor_names
 from compress.models.computation import widened
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import find_ends
@@ -94,8 +96,9 @@ class Packed(Mapped):
         self._all_stored().ask(block)
 
     def release(self, block: Block) -> None:
-        """Free the weights of a block; the scales of its KV cache stay."""
-        state = {n: t for n, t in block.module.state_dict().items() if not n.endswith(SCALES)}
+        """Free the weights of a block; the tensors of its cache policies stay."""
+        staying = tensor_names(cache_policies(block.module))
+        state = {n: t for n, t in block.module.state_dict().items() if n not in staying}
         assign(block.module, {n: torch.empty_like(t, device="meta") for n, t in state.items()})
 
     def _all_stored(self) -> Mapped:
@@ -123,7 +126,7 @@ class Packed(Mapped):
 
 
 def is_compressed(source: str) -> bool:
-    """Whether a model is a local folder with quantized weights or a rounded KV cache."""
+    """Whether a model is a local folder with quantized weights or a cache policy."""
     try:
         config = read_json(Path(expanduser(source)) / "config.json")
     except ValueError:
@@ -233,12 +236,12 @@ def _open_compressed(folder: Path, source: str, dtype: str, device: torch.device
         )
     files = {name: found.files[name] for name in found.dense_names()}
     weights = Packed(files, found.dtype, device, found.stored, found.schemes, found.format)
-    scales = Mapped(found.stored, found.dtype, device)
-    fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
+    stored = Mapped(found.stored, found.dtype, device)
+    install_policies(model, "", stored.read(found.cache_tensor_names()), found.caches)
     opening.read_outside(model, blocks, weights)
     if found.format is not None:
         starts = tuple(f"{name}." for name in outside)
-        packed = scales.read_raw([name for name in found.stored if outside and name.startswith(starts)])
+        packed = stored.read_raw([name for name in found.stored if outside and name.startswith(starts)])
         fill(model, "", packed, outside, found.format, found.dtype, found.stored)
     paths = sorted({path for path, _ in found.stored.values()})
     sentence, left_out = read_sentence_files(folder)

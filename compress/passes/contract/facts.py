@@ -10,7 +10,7 @@ import torch
 
 from compress.layers.base import TransformScheme
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.base import CachePolicy
 from compress.numerics.sparse.positions import SparseLayout
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Effects:
         zeros: sparsity that the layer must reach; None: the pass does not prune.
         uneven: whether layers differ in sparsity, so that only the mean of `zeros` over all layers, weighted by size,
             is reached.
-        cache: quantization of keys and values in the attention modules that contain the layer; None: none.
+        cache: cache policy of the attention modules that contain the layer; None: none.
         negative_scales: whether scales are negative where the readers of the format take negative ones.
         skipped: patterns of layers that match the targets of the pass, but are skipped.
         notes: sentences for the plan.
@@ -133,7 +133,7 @@ class Effects:
     sparsities: tuple[SparseLayout, ...] = ()
     zeros: RequiredSparsity | None = None
     uneven: bool = False
-    cache: CacheScheme | None = None
+    cache: CachePolicy | None = None
     negative_scales: bool = False
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

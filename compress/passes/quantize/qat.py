@@ -34,8 +34,8 @@ class QAT(Quantizing, TrainingPass):
     straight-through estimator (LLM-QAT, Liu 2023, section 2.2). If `train` includes scales, scales and zero points are
     learned as in LSQ (Esser 2020, arXiv 1902.08153); otherwise they are computed from the weights in every step. With
     `ce_weight` below 1 the uncompressed model is a teacher. With a calibration text that the model generates (source:
-    self) no data is needed. After `kv_cache`, keys and values are rounded too. Ternary and binary weights are possible
-    (Ma 2024, arXiv 2402.17764, trains them from scratch).
+    self) no data is needed. After `kv_cache`, keys and values are quantized too. Ternary and binary weights are
+    possible (Ma 2024, arXiv 2402.17764, trains them from scratch).
     """
 
     use_for: ClassVar[str] = (

@@ -1,4 +1,4 @@
-"""Section: rounding of the KV cache, its errors, and which programs apply it."""
+"""Section: policies of the KV cache, their errors, and which programs apply them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ from compress.report.page.blocks import Bars, PageBlock, Prose, TextTable, befor
 from compress.report.page.numbers import data_size
 from compress.report.sections.base import Section, table
 
-SIMULATED = (
-    "Keys and values are rounded as they enter the cache. The rounding is simulated: they stay in the model's dtype."
-)
 UNSTATED = (
-    "Only compress.load applies it: other programs read this checkpoint without rounding keys and values. vLLM rounds "
-    "them to 8-bit floats with --kv-cache-dtype fp8, transformers to 2 or 4 bits with cache_implementation='quantized'."
+    "Only compress.load applies it: other programs read this checkpoint with an exact KV cache. vLLM quantizes it "
+    "to 8-bit floats with --kv-cache-dtype fp8, transformers to 2 or 4 bits with cache_implementation='quantized'."
 )
 STATED = "kv_cache_scheme in config.json tells vLLM and transformers (with compressed-tensors) to apply it."
 
-HEAD = ("rounded", "attentions", "mean error", "largest")
+HEAD = ("policy", "attentions", "mean error", "largest")
 
 
 class KVCacheSection(Section):
-    """A table of rounding errors by kind."""
+    """A table of errors of keys and values."""
 
     title: ClassVar[str] = "KV cache"
     order: ClassVar[int] = 60
@@ -44,7 +41,7 @@ class KVCacheSection(Section):
 
 
 def _text(cache: KVCacheResult) -> str:
-    return f"{SIMULATED} {STATED if cache.stated else UNSTATED}"
+    return " ".join((*cache.summaries, STATED if cache.stated else UNSTATED))
 
 
 def rows(cache: KVCacheResult) -> list[tuple[str, str, str, str]]:

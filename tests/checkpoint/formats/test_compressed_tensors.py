@@ -13,7 +13,7 @@ from compress.checkpoint.formats.compressed_tensors import layout_of
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.grid import GridCache
 from compress.numerics.quant.grids import GRIDS
 
 FORMAT = FORMATS["compressed-tensors"]
@@ -148,29 +148,31 @@ def test_the_width_of_a_layer_makes_no_group_of_its_own():
     assert len(FORMAT.config(schemes, [], "0.1")["config_groups"]) == 1
 
 
-FP8_CACHE = CacheScheme(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"], "static")
+FP8_CACHE = GridCache(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"], "static")
 
 
 @pytest.mark.parametrize("schemes", [{}, {"a": SCHEMES["W4A16 g32"]}])
-def test_a_rounded_cache_is_stated_as_its_owner_has_it_and_read_back(schemes):
+def test_a_quantized_cache_is_stated_as_its_owner_has_it_and_read_back(schemes):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    config = json.loads(json.dumps(FORMAT.config(schemes, ["lm_head"], "0.1", FP8_CACHE)))
+    config = json.loads(
+        json.dumps(FORMAT.state_cache(FORMAT.config(schemes, ["lm_head"], "0.1"), ["lm_head"], FP8_CACHE))
+    )
     theirs = quantization.QuantizationConfig.model_validate(config).kv_cache_scheme
     assert (theirs.num_bits, theirs.type, theirs.strategy) == (8, "float", "tensor")
     assert theirs.symmetric and not theirs.dynamic
-    assert FORMAT.cached(config) == FP8_CACHE
-    assert FORMAT.cached(FORMAT.config({"a": SCHEMES["FP8"]}, [], "0.1")) is None
+    assert FORMAT.read_cache(config) == FP8_CACHE
+    assert FORMAT.read_cache(FORMAT.config({"a": SCHEMES["FP8"]}, [], "0.1")) is None
 
 
 @pytest.mark.parametrize(
     "scheme",
     [
-        CacheScheme(FP8_CACHE.keys, FP8_CACHE.values, "token"),
-        CacheScheme(FP8_CACHE.keys, None, "static"),
-        CacheScheme(INT8, INT8, "static"),
+        GridCache(FP8_CACHE.keys, FP8_CACHE.values, "token"),
+        GridCache(FP8_CACHE.keys, None, "static"),
+        GridCache(INT8, INT8, "static"),
     ],
 )
-def test_other_ways_to_round_a_cache_are_not_stated(scheme):
+def test_other_cache_policies_are_not_stated(scheme):
     grouped = LlamaConfig(num_key_value_heads=4)
     assert FORMAT.states(FP8_CACHE, grouped) and not FORMAT.states(scheme, grouped)
     assert not FORMAT.states(FP8_CACHE, OPTConfig()), "compressed-tensors looks for num_key_value_heads"

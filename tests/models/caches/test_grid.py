@@ -7,13 +7,14 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from compress.models.caches.quantized import CONFIG_KEY, attentions_with_cache, round_cache, roundings, spread
-from compress.models.caches.scheme import CacheScheme
+from compress.models.caches.attentions import attentions_with_cache, set_policy
+from compress.models.caches.base import CONFIG_KEY, read_policy
+from compress.models.caches.grid import GridCache, transform_heads
 from compress.numerics.quant.grids import GRIDS
 
 INT4, INT8 = GRIDS["int4"], GRIDS["int8"]
 GROUP = 4
-KIVI = CacheScheme(INT4, INT4, symmetric=False, key_group=GROUP)
+KIVI = GridCache(INT4, INT4, symmetric=False, key_group=GROUP)
 
 
 class Attention(nn.Module):
@@ -23,9 +24,9 @@ class Attention(nn.Module):
         return (keys, values) if past_key_values is None else past_key_values.update(keys, values, 0)
 
 
-def attention(scheme=KIVI, scales=(None, None)):
+def attention(policy=KIVI, **scales):
     module = Attention()
-    round_cache(module, scheme, scales)
+    set_policy(module, policy, scales)
     return module
 
 
@@ -61,7 +62,7 @@ def test_a_channel_that_is_large_in_all_tokens_harms_no_other():
     rest = [i for i in range(8) if i != 3]
     errors = []
     for group in (None, 64):
-        found, _ = attention(CacheScheme(INT4, None, symmetric=False, key_group=group))(keys, keys)
+        found, _ = attention(GridCache(INT4, None, symmetric=False, key_group=group))(keys, keys)
         errors.append(float((found - keys)[..., rest].norm() / keys[..., rest].norm()))
     assert errors[0] > 0.5 and errors[1] < 0.12
 
@@ -77,10 +78,10 @@ def turned(x):
 @pytest.mark.parametrize("hadamard", ["keys", "values", "both"])
 @pytest.mark.parametrize("group", [None, GROUP])
 def test_transformed_keys_and_values_are_rounded_and_transformed_back(hadamard, group):
-    scheme = CacheScheme(INT4, INT4, symmetric=False, key_group=group, hadamard=hadamard)
+    policy = GridCache(INT4, INT4, symmetric=False, key_group=group, hadamard=hadamard)
     keys, values = random(2, 3, 10, 4), random(2, 3, 10, 4, seed=1)
     plain = (to_levels if group is None else by_group), to_levels
-    found = attention(scheme)(keys, values)
+    found = attention(policy)(keys, values)
     for x, rounded, one, kind in zip((keys, values), found, plain, ("keys", "values"), strict=True):
         wanted = turned(one(turned(x))) if hadamard in (kind, "both") else one(x)
         torch.testing.assert_close(rounded, wanted)
@@ -92,9 +93,9 @@ def test_transformed_keys_and_values_are_rounded_and_transformed_back(hadamard, 
 def test_a_head_is_transformed_in_the_largest_runs_that_fit(width, order):
     spike = torch.zeros(1, 1, 1, width)
     spike[..., 0] = 1
-    found = spread(spike)
+    found = transform_heads(spike)
     assert int((found.abs() > 1e-6).sum()) == order
-    torch.testing.assert_close(spread(found, inverse=True), spike)
+    torch.testing.assert_close(transform_heads(found, inverse=True), spike)
 
 
 def test_a_large_channel_harms_no_other_after_a_transform():
@@ -103,8 +104,8 @@ def test_a_large_channel_harms_no_other_after_a_transform():
     keys[..., 3] += 30
     errors = []
     for hadamard in (None, "keys"):
-        scheme = CacheScheme(INT4, None, symmetric=False, hadamard=hadamard)
-        errors.append(float((attention(scheme)(keys, keys)[0] - keys).norm()))
+        policy = GridCache(INT4, None, symmetric=False, hadamard=hadamard)
+        errors.append(float((attention(policy)(keys, keys)[0] - keys).norm()))
     assert errors[1] < 0.6 * errors[0]
 
 
@@ -112,11 +113,11 @@ def test_a_large_channel_harms_no_other_after_a_transform():
 @pytest.mark.parametrize("chunks", [[1] * 11, [5, 1, 1, 4], [11], [3, 8]])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_that_grows_reads_as_the_text_so_far(kind, chunks, residual, tiny):
-    scheme = CacheScheme(INT4, INT4, symmetric=False, key_group=GROUP, residual=residual)
+    policy = GridCache(INT4, INT4, symmetric=False, key_group=GROUP, residual=residual)
     keys, values = random(1, 2, 11, 8), random(1, 2, 11, 8, seed=1)
     config = tiny("llama").config
     kept = DynamicCache() if kind == "dynamic" else StaticCache(config=config, max_cache_len=16)
-    module, done = attention(scheme), 0
+    module, done = attention(policy), 0
     for count in chunks:
         part = slice(done, done + count)
         found = module(keys[:, :, part], values[:, :, part], kept)
@@ -145,7 +146,9 @@ def test_a_sliding_window_keeps_the_groups_of_the_whole_text():
 
 def test_static_scales_may_leave_the_latest_tokens_exact():
     scale = torch.tensor([0.1])
-    found, _ = attention(CacheScheme(INT8, INT8, "static", residual=2), (scale, scale))(*[random(1, 1, 5, 4)] * 2)
+    found, _ = attention(GridCache(INT8, INT8, "static", residual=2), k_scale=scale, v_scale=scale)(
+        *[random(1, 1, 5, 4)] * 2
+    )
     keys = random(1, 1, 5, 4)
     torch.testing.assert_close(found[:, :, :3], ((keys / 0.1).round() * 0.1)[:, :, :3])
     assert torch.equal(found[:, :, 3:], keys[:, :, 3:])
@@ -163,7 +166,7 @@ def test_generation_reads_groups_as_they_complete(family, tiny, ids):
     """The first new token reads the prompt as one pass over it does."""
     model, text = tiny(family), ids(2, 9)
     for module in attentions_with_cache(model).values():
-        round_cache(module, KIVI, (None, None))
+        set_policy(module, KIVI)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "output_logits": True}
     options |= {"attention_mask": torch.ones_like(text), "return_dict_in_generate": True}
     found = model.generate(text, **options)
@@ -175,54 +178,68 @@ def test_generation_reads_groups_as_they_complete(family, tiny, ids):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "group", "wanted"),
+    ("policy", "group", "wanted"),
     [
         (KIVI, GROUP, 2 * (8 * 4 / 8 + 8 * 2.5 / GROUP)),  # a scale of 2 bytes and a zero point of 4 bits per channel
         (KIVI, None, 2 * (8 * 4 / 8 + 2.5)),
     ],
 )
-def test_the_bytes_of_a_token(scheme, group, wanted):
-    assert scheme.token_bytes(scheme.keys, 2, 8, 2, group) == wanted
-    assert scheme.groups == (GROUP, None)
+def test_the_bytes_of_a_token(policy, group, wanted):
+    assert policy.token_bytes("values" if group is None else "keys", 2, 8, 2) == wanted
 
 
 def test_the_description_of_older_checkpoints_is_the_same():
-    plain = CacheScheme(INT4, INT8)
+    plain = GridCache(INT4, INT8)
     assert set(plain.to_json()) == {"keys", "values", "scale", "symmetric"}
-    late = CacheScheme(INT4, None, key_group=32, residual=7), CacheScheme(None, INT4, residual=1)
-    for scheme in (plain, KIVI, *late, CacheScheme(INT4, INT4, hadamard="both")):
-        assert CacheScheme.from_json(scheme.to_json()) == scheme
+    late = GridCache(INT4, None, key_group=32, residual=7), GridCache(None, INT4, residual=1)
+    for policy in (plain, KIVI, *late, GridCache(INT4, INT4, hadamard="both")):
+        assert read_policy(policy.to_json()) == policy
     assert CONFIG_KEY == "compress_kv_cache"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"key_group": 1},
-        {"key_group": "64"},
-        {"key_group": True},
-        {"residual": -1},
-        {"residual": 1.5},
-        {"scale": "static", "key_group": 4},
-        {"residual": None},
+        ({"key_group": 1}, "key_group of grid is 1; it needs scale 'token' and 2 or more tokens"),
+        ({"key_group": "64"}, "key_group of grid is '64': Input should be a valid integer"),
+        ({"key_group": True}, "key_group of grid is True: Input should be a valid integer"),
+        ({"residual": -1}, "residual of grid is -1, but it must be at least 1"),
+        ({"residual": 1.5}, "residual of grid is 1.5: Input should be a valid integer"),
+        ({"residual": None}, "residual of grid is None: Input should be a valid integer"),
+        ({"scale": "static", "key_group": 4}, "key_group of grid is 4; it needs scale 'token'"),
+        ({"scale": "channel"}, "scale of grid is 'channel': Input should be 'token' or 'static'"),
+        ({"symmetric": 1}, "symmetric of grid is 1: Input should be a valid boolean"),
+        ({"hadamard": "queries"}, "hadamard of grid is 'queries': Input should be 'keys', 'values' or 'both'"),
+        ({"hadamard": True}, "hadamard of grid is True: Input should be"),
+        ({"hadamard": ["keys"]}, "hadamard of grid is .*: Input should be"),
+        ({"axis": 1}, "grid has no field 'axis'"),
+        ({"keys": "int99"}, "grid 'int99' is not known"),
+        ({"kind": "paged"}, "describes no cache policy; kinds: .*grid"),
     ],
 )
-def test_a_damaged_description_is_an_error(change):
-    with pytest.raises(ValueError, match="has an invalid key_group, or a residual that is no number of tokens"):
-        CacheScheme.from_json({**KIVI.to_json(), **change})
+def test_a_damaged_description_is_an_error(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_policy({**KIVI.to_json(), **change})
 
 
-@pytest.mark.parametrize("hadamard", ["queries", True, ["keys"]])
-def test_an_unknown_transform_is_an_error(hadamard):
-    with pytest.raises(ValueError, match="has a hadamard other than keys, values, both"):
-        CacheScheme.from_json({**KIVI.to_json(), "hadamard": hadamard})
+@pytest.mark.parametrize("values", [None, ["int4"], "grid"])
+def test_what_is_no_object_describes_no_policy(values):
+    with pytest.raises(ValueError, match="describes no cache policy"):
+        read_policy(values)
 
 
-def test_an_unknown_field_is_an_error():
-    with pytest.raises(ValueError, match="describes no rounding of keys and values"):
-        CacheScheme.from_json({**KIVI.to_json(), "axis": 1})
+def test_a_missing_field_is_an_error():
+    with pytest.raises(ValueError, match="grid lacks its field 'values'"):
+        read_policy({"keys": "int4"})
 
 
-def test_what_is_not_rounded_has_no_rounding():
-    of_keys, of_values = roundings(attention(CacheScheme(None, INT4, residual=1)))
-    assert of_keys is None and of_values is not None
+def test_exact_keys_stay_exact():
+    keys, values = random(1, 2, 5, 8), random(1, 2, 5, 8, seed=1)
+    found = attention(GridCache(None, INT4, residual=1))(keys, values)
+    assert torch.equal(found[0], keys) and not torch.equal(found[1], values)
+
+
+def test_a_policy_tells_how_it_stores_keys_and_values():
+    assert KIVI.text == "keys int4 per channel and 4 tokens, values int4 per token and head"
+    assert GridCache(None, INT8, "static", hadamard="values").text == "keys exact, values int8 per attention, Hadamard"
+    assert "as attention reads them" in KIVI.summary and "as they enter" in GridCache(INT4, INT4).summary

@@ -242,6 +242,8 @@ def test_a_limit_of_quality_ends_a_command_with_3(pico, tmp_path):
     assert done.exit_code == 3 and "is above fail_if kl: 0.0001" in done.stderr and (tmp_path / "pruned").is_dir()
     wrong = call(*arguments, "--fail-if", "kl")
     assert wrong.exit_code == 2 and "--fail-if kl: write NAME=LIMIT" in wrong.stderr
+    unmeasured = call(*arguments, "--fail-if", "kl=1", "--eval", "none")
+    assert unmeasured.exit_code == 2 and "has no effect with --eval none" in unmeasured.stderr
     unknown = call(*arguments, "--fail-if", "kll=1")
     assert unknown.exit_code == 2 and "kll" in unknown.stderr
 

@@ -125,6 +125,8 @@ def settings_of(
         nothing = texts == ("none",)
         places = (("eval",),) if nothing else (("eval", "perplexity"), ("eval", "agreement"))
         settings += [Setting(place, None if nothing else list(texts), spelled) for place in places]
+    if limits and texts == ("none",):
+        raise RecipeError("--fail-if has no effect with --eval none; leave out one of them")
     for name, limit in limits_of(limits).items():
         settings.append(Setting(("eval", "fail_if", name), limit, f"--fail-if {name}={limit:g}"))
     return settings + [read_setting(text) for text in sets]

@@ -21,6 +21,7 @@ EXIT_CODES = {
     0: "done",
     1: "the run failed: NaN, a full disk, a checkpoint that does not read back, a failed task, or a bug",
     2: "a mistake in the input: an option, a recipe, a model, a text, or an output folder",
+    3: "the measured quality is below a limit of fail_if; what was made and measured is complete",
     INTERRUPTED: AGAIN,
 }
 """Exit codes of all commands."""

@@ -56,6 +56,7 @@ VARIANT = {
     "agreement",
     "tasks",
     "measure",
+    "verdict",
 }
 SENSITIVITIES = {
     "compress",

@@ -69,4 +69,4 @@ def test_the_exit_code_of_an_evaluation(recipe, pico, texts, tmp_path):
     suite.write_text("windows: 2\nlength: 64\nfail_if: {kl: 1.0e-6}\n")
     common = ["--suite", suite, "--text", texts["test"], "--work", tmp_path / "work"]
     done = CliRunner().invoke(main, list(map(str, ["eval", pico, tmp_path / "out", *common])))
-    assert done.exit_code == 3 and "is above fail_if kl" in done.stderr and "perplexity" in done.stdout
+    assert done.exit_code == 3 and "is above fail_if kl" in done.stderr and "compared with" in done.stdout

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
-from compress.models.kinds.objective import LMObjective, objective_of, text_config
+from compress.models.kinds.objective import objective_of, text_config
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import ModelPass, Step
-from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
+from compress.pipeline.resolve import ResolvedRecipe, layer_shapes, nothing_compressed, with_config
 from compress.pipeline.sources import open_original, original_of
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
@@ -20,22 +20,22 @@ from compress.sweep.original import needs_original
 from compress.train.objective import state_pairs
 
 
-def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:
-    """Check teachers and objectives; no weights are read. Returns `Run.lm_objective`.
+def check_needs(resolved: ResolvedRecipe) -> None:
+    """Check teachers and the evaluation's objective; no weights are read.
 
-    Raises ModelError for a teacher that does not fit or a missing mask token; RecipeError for options that have no
-    effect on the objective; TargetError for blocks that cannot be compared with original ones.
+    Raises ModelError for a teacher that does not fit or a missing mask token; TargetError for blocks that cannot be
+    compared with original ones.
     """
-    check_teachers(recipe, steps, opened)
-    check_original(recipe, steps, opened)
-    found = lm_objective_for(steps, opened, recipe.seed)
-    if texts_of(recipe.eval, opened.model):
+    check_teachers(resolved)
+    check_original(resolved)
+    opened = resolved.opened
+    if texts_of(resolved.recipe.eval, opened.model):
         objective_of(opened.model, opened.tokenizer)  # an evaluation needs the mask token, too
-    return found
 
 
-def check_teachers(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+def check_teachers(resolved: ResolvedRecipe) -> None:
     """Compare each teacher with the model in the shape that it has before the pass."""
+    recipe, steps, opened = resolved.recipe, resolved.steps, resolved.opened
     form = opened
     last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.teacher), default=-1)
     for where, step, _ in steps[: last + 1]:
@@ -62,8 +62,9 @@ def _check_states(step: ModelPass, model: PreTrainedModel, teacher: PreTrainedMo
         raise ModelError(f"{where}: {error}") from error
 
 
-def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+def check_original(resolved: ResolvedRecipe) -> None:
     """Check that the blocks from before compression are known to passes that need them (`needs_original`)."""
+    recipe, steps, opened = resolved.recipe, resolved.steps, resolved.opened
     label = needs_original(steps)
     if label is None:
         return

@@ -14,7 +14,7 @@ from compress.checkpoint.formats.base import Format
 from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.opening import OpenModel, read_config
 from compress.checkpoint.sources.packed import open_input, starting_sparsities
-from compress.errors import ModelError, ShortageError, TargetError
+from compress.errors import ShortageError, TargetError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing
@@ -33,19 +33,18 @@ from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.readers import check_reader
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
+    ResolvedRecipe,
     layer_shapes,
     own_options,
     resolve,
     schemes_of,
-    storage_dtype,
     update_targets,
     with_config,
 )
 from compress.pipeline.servers import check_servers
-from compress.pipeline.texts import check_texts, suited
+from compress.pipeline.texts import check_texts
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
-from compress.sweep.capture import ModelShell
 from compress.sweep.quantized_embeddings import embeddings_of
 
 
@@ -166,57 +165,53 @@ def plan(
         check_folder(Path(out))
     where = device if time else None
     opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
-    planned = plan_of(recipe, opened, None if memory is None else size_of(memory))
+    resolved = resolve(recipe, opened)
+    planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
-    steps, _ = resolve(recipe.passes, opened, recipe.save.target())
-    notes = (*planned.notes, *rehearse(recipe, steps, opened))
-    return replace(planned, notes=notes, timing=timing(recipe, opened, steps, time))
+    notes = (*planned.notes, *rehearse(resolved))
+    return replace(planned, notes=notes, timing=timing(resolved, time))
 
 
-def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, strict: bool = False) -> Plan:
-    """Plan a recipe for an open model, after a forward pass of a few tokens without blocks (`ModelShell.check`).
+def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: bool = False) -> Plan:
+    """Plan a resolved recipe.
 
     memory_bytes: the limit of memory of the process. strict: a run that the machine is too small for is an error.
     Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
     """
-    ModelShell(opened).check()
-    if reason := recipe.save.target().refuses_model(embeddings_of(opened)):
-        raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
-    steps, form = resolve(recipe.passes, opened, recipe.save.target())
-    _check_cache(recipe, steps)
-    _check_end_types(recipe, steps, opened)
-    check_needs(recipe, steps, opened)
-    check_texts(recipe, opened)
-    left_out = suited(recipe.eval, opened.model)[1]
-    planned = plan_on(recipe, steps, form)
+    opened, steps, form = resolved.opened, resolved.steps, resolved.form
+    _check_cache(resolved)
+    _check_end_types(resolved)
+    check_needs(resolved)
+    check_texts(resolved.recipe, opened)
+    planned = plan_on(resolved)
     schemes = {layer.name: layer.scheme for layer in planned.layers}
-    check_reader(recipe, steps, form, schemes)
-    served = check_servers(recipe, opened, form, schemes)
+    check_reader(resolved, schemes)
+    served = check_servers(resolved, schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:
-        storage = storage_dtype(recipe, opened)
         inside = {name: shape for name, shape in layer_shapes(opened).items() if name in opened.linear_names()}
-        dense = _rest_bytes(opened, storage) + _dense_bytes(inside, storage)
-    shapes, starts = layer_shapes(form) | layer_shapes(opened), schemes_of(form) | schemes_of(opened)
+        dense = _rest_bytes(opened, resolved.storage) + _dense_bytes(inside, resolved.storage)
+    starts = schemes_of(form) | schemes_of(opened)
 
     def before(count: int, name: str) -> LayerScheme:
         mine = [(where, step) for where, step, names in steps[:count] if name in names]
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
-    footprint = Footprint(recipe, opened, steps, shapes, before)
+    footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
     each = replace(footprint, several=True).peak_bytes() if trains else None
-    planned = replace(planned, dense_bytes=dense, notes=(*planned.notes, *served, *left_out), process_bytes=each)
+    notes = (*planned.notes, *served, *resolved.left_out)
+    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=each)
     return _within(planned, footprint, memory_bytes, strict)
 
 
 def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, strict: bool) -> Plan:
     """The plan with its memory. Raises ShortageError where it exceeds a limit."""
-    recipe, opened = footprint.recipe, footprint.opened
-    wider = max(1, opened.dtype.itemsize // storage_dtype(recipe, opened).itemsize)
-    reading = recipe, planned.dense_bytes * wider, planned.checkpoint_bytes
+    opened = footprint.opened
+    wider = max(1, opened.dtype.itemsize // footprint.resolved.storage.itemsize)
+    reading = footprint.recipe, planned.dense_bytes * wider, planned.checkpoint_bytes
     if memory_bytes is not None:
         fit = fitted(footprint, memory_bytes)
         check_verification(*reading, memory_bytes - LIBRARIES_BYTES)
@@ -233,23 +228,23 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
     return replace(planned, memory_bytes=fit.peak_bytes, fit=fit, notes=(*planned.notes, *fit.notes))
 
 
-def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
+def _check_cache(resolved: ResolvedRecipe) -> None:
     """Raise TargetError for a rounded KV cache that the one file of a format cannot state."""
-    for where, step, _ in steps:
-        if step.effects(ANY_LAYER).cache is not None and recipe.save.target().file is not None:
-            reason = f"format {recipe.save.format} cannot state that keys and values are rounded"
+    for where, step, _ in resolved.steps:
+        if step.effects(ANY_LAYER).cache is not None and resolved.format.file is not None:
+            reason = f"format {resolved.format.name} cannot state that keys and values are rounded"
             raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
 
 
-def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+def _check_end_types(resolved: ResolvedRecipe) -> None:
     """Raise TargetError for a block type of an end that a pass compresses, which has the type of the pass's grid."""
-    ends = embeddings_of(opened)
-    given = {} if ends.tied else {ends.embedding: "embedding"}
-    given |= {ends.head: "head"}
-    for end in find_ends(opened.model):
-        option = given.get(f"{end.name}.weight")
-        value = "auto" if option is None else getattr(recipe.save, option)
-        by = next((where for where, _, names in steps if end.name in names), None)
+    ends = embeddings_of(resolved.opened)
+    options = {} if ends.tied else {ends.embedding: "embedding"}
+    options |= {ends.head: "head"}
+    for end in find_ends(resolved.opened.model):
+        option = options.get(f"{end.name}.weight")
+        value = "auto" if option is None else getattr(resolved.recipe.save, option)
+        by = next((where for where, _, names in resolved.steps if end.name in names), None)
         if value != "auto" and by is not None:
             raise TargetError(
                 f"save: {option}: {value} has no effect, since {by} compresses {end.name}; leave it out, or remove "
@@ -257,10 +252,9 @@ def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -
             )
 
 
-def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
+def plan_on(resolved: ResolvedRecipe) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    storage = storage_dtype(recipe, form)
-    format_ = recipe.save.target().stored_in(storage)
+    steps, form, storage, format_ = resolved.steps, resolved.form, resolved.storage, resolved.format
     starts, masks, layers = schemes_of(form), starting_sparsities(form), []
     kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
@@ -271,7 +265,7 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     shapes = {name: shape for name, shape in layer_shapes(form).items() if name in worked}
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in chosen if name in names]
-        policy = recipe.save.sparse if format_.sparse else "off"
+        policy = resolved.recipe.save.sparse if format_.sparse else "off"
         scheme = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()))
         stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
         size = format_.size_bytes(stored, storage)
@@ -311,22 +305,20 @@ def _notes(
     return stored + pruning_notes(steps, found, format_, with_zeros) + pass_notes(steps, format_)
 
 
-def final_plan(
-    recipe: Recipe, steps: Sequence[Step], opened: OpenModel, planned: Plan, folder: Path
-) -> tuple[OpenModel, Plan]:
+def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:
     """The model and the plan of its layers in the shape of the checkpoint in `folder`.
 
-    Both are the arguments unless a pass changes the shape of the model.
+    Both are the given ones unless a pass changes the shape of the model.
     """
-    last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.new_shape), default=None)
+    last = max((i for i, (_, step, _) in enumerate(resolved.steps) if step.requires.new_shape), default=None)
     if last is None:
-        return opened, planned
-    config = read_config(folder, str(folder), recipe.trust_remote_code)
+        return resolved.opened, planned
+    config = read_config(folder, str(folder), resolved.recipe.trust_remote_code)
     vars(config).pop("quantization_config", None)
-    form = with_config(opened, config)
-    update_targets(steps, form, recipe.save.target(), last + 1)
-    found = plan_on(recipe, steps, form)
-    return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
+    form = with_config(resolved.opened, config)
+    update_targets(resolved.steps, form, resolved.format, last + 1)
+    final = plan_on(replace(resolved, form=form))
+    return form, replace(final, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
 def _rest_bytes(

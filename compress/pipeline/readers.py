@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.formats.base import StoredLayer
-from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing
 from compress.models.experts import Experts
 from compress.passes.contract.facts import ANY_LAYER
-from compress.passes.contract.passes import Step
+from compress.pipeline.resolve import ResolvedRecipe
 from compress.recipe.schema import Recipe
 
 OWN = "save: {verify: own} checks it with compress.load alone"
@@ -77,21 +76,21 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
     return False
 
 
-def check_reader(recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned: Mapping[str, LayerScheme]) -> None:
+def check_reader(resolved: ResolvedRecipe, planned: Mapping[str, LayerScheme]) -> None:
     """Raise TargetError when it is known before the run that transformers cannot load the checkpoint.
 
-    form: the model in its final shape. planned: the final schemes of its linears.
+    planned: the final schemes of linears.
     """
+    recipe, form, format_ = resolved.recipe, resolved.form, resolved.format
     if not_asked(recipe) is not None:
         return
-    format_ = recipe.save.target()
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
     every = attentions_containing(form.model, form.linear_names())
     stated = any(
         (cache := step.effects(ANY_LAYER).cache) is not None
         and format_.states(cache, form.config)
         and len(attentions_containing(form.model, names)) == len(every)
-        for _, step, names in steps
+        for _, step, names in resolved.steps
     )
     reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
     if reason is not None:

@@ -94,8 +94,8 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     schemes: Mapping[str, LayerScheme]
     if isinstance(subject, Recipe):
         opened = open_input(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
-        steps, form = resolve(subject.passes, opened, subject.save.target())
-        planned = plan_on(subject, steps, form)
+        resolved = resolve(subject, opened)
+        form, planned = resolved.form, plan_on(resolved)
         schemes = {p.name: p.scheme for p in planned.layers if not p.scheme.plain}
         stored = {p.name: StoredWeight.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
     else:

@@ -16,7 +16,7 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.quantized import SCALES, attentions_with_cache, cache_sha256, scheme_of
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import LayerPass, Pass
-from compress.pipeline.run import apply
+from compress.pipeline.apply import apply
 
 P = TypeVar("P", bound=Pass)
 Tensors = dict[str, Tensor]

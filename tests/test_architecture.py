@@ -156,6 +156,7 @@ BROAD = {
     "compress.passes.contract.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
+    "compress.pipeline.finish:measure": "reports what was measured before an evaluator failed, and raises its error",
     "compress.pipeline.evaluation:reported_on_failure": "reports what was measured whatever happened, and raises on",
     "compress.checkpoint.sources.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.checkpoint.sources.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from compress.checkpoint.sources.load import load
 from compress.checkpoint.sources.sentence import pooling_in
 from compress.checkpoint.writer import OUTSIDE
 from compress.data.ids import corpus_sha256
-from compress.evaluate import combine_all, measure_all
+from compress.errors import one_line
+from compress.evaluate import Results, combine_all, measure_all, measured_of
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
 from compress.evaluate.result import Predicted, Verification
@@ -49,19 +51,56 @@ class Result:
     journal: Journal
 
 
-def finish(job: Job) -> Result:
+@dataclass
+class Evaluations:
+    """The results of the evaluators of a run; nothing is measured after one that fails.
+
+    Attributes:
+        results: By the role of the model.
+        failed: The reason by the key of the evaluator that failed.
+        error: Its error.
+    """
+
+    results: dict[str, Results] = field(default_factory=lambda: {"base": {}, "compressed": {}})
+    failed: dict[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def measure(self, job: Job, model: PreTrainedModel, context: EvaluationContext) -> None:
+        """Measure a model with all evaluators, and keep the error of one that fails.
+
+        With several processes, an error in the base model is raised: the others wait for its results.
+        """
+        results = self.results[context.role]
+        if self.error is not None:
+            return
+        try:
+            with job.run.phase("evaluate"):
+                measure_all(model, context, job.recipe.eval is not None, results)
+        except Exception as error:
+            if context.role == "base" and job.run.processes.size > 1:
+                raise
+            key = next(key for key, _ in measured_of(context.role) if key not in results)
+            self.failed[key] = f"{type(error).__name__}: {one_line(error)}; what follows was not measured"
+            self.error = error
+
+    def combined(self) -> dict[str, Any]:
+        """Return the values in report.json."""
+        return combine_all(self.results["compressed"], self.results["base"]) | {"failed": self.failed}
+
+
+def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None) -> Result:
     """Reload the checkpoint, compare it with the computed model, evaluate it, and write the report.
 
-    Only one model is in memory at a time: the computed model is freed first.
+    Only one model is in memory at a time: the computed model is freed first. Where an evaluator fails, the report has
+    what was measured before; `on_failure` receives it, and the error is raised.
     """
     recipe, run, manifest, folder = job.recipe, job.run, job.manifest, job.manifest.folder
     job.opened.model.to_empty(device="meta")
     opened, planned = final_plan(job.resolved, job.planned, folder)
-    evaluated = evaluation_context(job)
-    base: dict[str, Any] = {}
+    evaluated, measured = evaluation_context(job), Evaluations()
     if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
         with open_source(recipe.model, recipe, opened) as original:
-            base = _measure(job, original, evaluated.of_base())
+            measured.measure(job, original, evaluated.of_base())
     with run.phase("verify"):
         digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}
         reference = load_file(folder / WORK / PROBE_FILE)
@@ -72,7 +111,7 @@ def finish(job: Job) -> Result:
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
     evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=reference["ids"], layers=results)
-    compressed = _measure(job, model, evaluated)
+    measured.measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
@@ -85,14 +124,19 @@ def finish(job: Job) -> Result:
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
     reproduce = reproduction(recipe, opened, run, *digests, corpus_sha256(job.ids), job.uses)
-    report = run_result(opened, run, folder, checkpoint, passes, combine_all(compressed, base), reproduce)
+    report = run_result(opened, run, folder, checkpoint, passes, measured.combined(), reproduce)
     write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder, manifest.staged)
     write_card(
         report, manifest.staged, at_commit(recipe.model, opened.commit), CardFacts.of(job.resolved.steps, opened.model)
     )
     manifest.publish()
-    return Result(folder, report.to_json(), run.journal)
+    result = Result(folder, report.to_json(), run.journal)
+    if measured.error is not None:
+        if on_failure is not None:
+            on_failure(result.report)
+        raise measured.error
+    return result
 
 
 def assist(job: Job) -> Result:
@@ -133,9 +177,3 @@ def evaluation_context(job: Job) -> EvaluationContext:
         pooling=pooling_in(job.opened.processor),
         copies_bytes=fit.copies_bytes,
     )
-
-
-def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
-    """The results of all evaluators on a model."""
-    with job.run.phase("evaluate"):
-        return measure_all(model, context, compare=job.recipe.eval is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from compress.checkpoint.containers.files import told_of_writing
 from compress.models.kinds.recordings import beginning
@@ -32,6 +34,7 @@ def run(
     journal: Journal | None = None,
     progress: bool = True,
     memory: str | int | None = None,
+    on_failure: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write its report (json, md, html).
 
@@ -39,7 +42,8 @@ def run(
     and the passes (`default_folder`). overwrite: replace another run in the folder. progress: show a progress bar on
     standard error; where that is no terminal, a line for every tenth. memory: the limit of memory of the process, such
     as '8GB' or a number of bytes: activations beyond it go to files, then calibration batches become smaller; a run
-    that does not fit all the same is an error before any work.
+    that does not fit all the same is an error before any work. on_failure: receives the report of a run with a complete
+    checkpoint and a failed evaluator, which it names (`failed`); the error of the evaluator is then raised.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, they divide the calibration sequences, the solving of layers,
@@ -62,7 +66,7 @@ def run(
         if not job.manifest.complete:
             compress(job)
         processes.wait()  # until the checkpoint is complete
-        result = finish(job) if first else assist(job)
+        result = finish(job, on_failure) if first else assist(job)
         processes.wait()
     return result
 

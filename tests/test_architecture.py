@@ -136,7 +136,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "compress.pipeline.apply:apply": "the public options of passes in memory",
     "compress.pipeline.sensitivity:sensitivity": "the options of `compress sensitivity`",
     "compress.pipeline.starting:_spelled": "the options of `compress init`",
-    "compress.pipeline.verify:_compare_with_transformers": "both sides of a comparison",
     "compress.recipe.targets:recipe_text": "the fields of a recipe",
 }
 """'module' and 'module:function' that exceed a budget, and what their one responsibility is."""

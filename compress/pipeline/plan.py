@@ -13,36 +13,30 @@ from torch import Tensor
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.opening import OpenModel, read_config
-from compress.checkpoint.sources.packed import open_input, starting_sparsities
-from compress.errors import ShortageError, TargetError
+from compress.checkpoint.sources.packed import open_input
+from compress.errors import ShortageError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing
 from compress.models.structure.ends import End, find_ends
-from compress.numerics.sparse.positions import SparseLayout, SparsePolicy
 from compress.passes.contract.context import device_of
 from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
-from compress.passes.contract.passes import Pass, Step
+from compress.pipeline.checks import check_all
 from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, check_verification, fitted, unlimited
 from compress.pipeline.footprint import Footprint
-from compress.pipeline.needs import check_needs
-from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
+from compress.pipeline.model_facts import ModelFacts, facts_of, planned_scheme
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
     ResolvedRecipe,
     layer_shapes,
-    own_options,
     resolve,
     schemes_of,
     update_targets,
     with_config,
 )
-from compress.pipeline.servers import check_servers
-from compress.pipeline.texts import check_texts
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 from compress.sweep.quantized_embeddings import embeddings_of
@@ -126,29 +120,6 @@ class Plan:
         return {"layers": layers, **sizes, "memory": memory, "notes": list(self.notes), "time": time}
 
 
-def planned_scheme(
-    steps: Sequence[tuple[str, Pass]],
-    name: str,
-    start: LayerScheme,
-    storage: torch.dtype,
-    policy: SparsePolicy,
-    found: Sequence[SparseLayout] = (),
-    most: bool = False,
-) -> LayerScheme:
-    """The final storage scheme of a layer, as far as it is known before the run.
-
-    start: the scheme before the first pass. policy: for sparse layers. found: the possible ways to store the mask that
-    the layer starts with. most: with all transforms that may stay at the layer.
-    """
-    scheme = start
-    for _, step in steps:
-        effects = own_options(step, name).effects(scheme)
-        scheme = effects.largest_scheme if most else effects.scheme
-        found = effects.sparsities or found
-    stored = scheme.sparse(found, storage, policy)
-    return stored.folded(keep_zeros=stored.parts != scheme.parts)
-
-
 def plan(
     recipe: Recipe | str | Path, out: str | Path | None = None, time: bool = False, memory: str | int | None = None
 ) -> Plan:
@@ -177,17 +148,11 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     """Plan a resolved recipe.
 
     memory_bytes: the limit of memory of the process. strict: a run that the machine is too small for is an error.
-    Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
+    Raises the errors of `check_all`.
     """
     opened, steps, form = resolved.opened, resolved.steps, resolved.form
-    _check_cache(resolved)
-    _check_end_types(resolved)
-    check_needs(resolved)
-    check_texts(resolved.recipe, opened)
-    planned = plan_on(resolved)
-    schemes = {layer.name: layer.scheme for layer in planned.layers}
-    check_reader(resolved, schemes)
-    served = check_servers(resolved, schemes)
+    facts = facts_of(resolved)
+    planned, notes = plan_on(resolved, facts), (*form.notes, *check_all(resolved, facts))
     if form is opened:
         dense = planned.dense_bytes
     else:
@@ -202,7 +167,6 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
     each = replace(footprint, several=True).peak_bytes() if trains else None
-    notes = (*planned.notes, *served, *resolved.left_out)
     planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=each)
     return _within(planned, footprint, memory_bytes, strict)
 
@@ -228,81 +192,21 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
     return replace(planned, memory_bytes=fit.peak_bytes, fit=fit, notes=(*planned.notes, *fit.notes))
 
 
-def _check_cache(resolved: ResolvedRecipe) -> None:
-    """Raise TargetError for a rounded KV cache that the one file of a format cannot state."""
-    for where, step, _ in resolved.steps:
-        if step.effects(ANY_LAYER).cache is not None and resolved.format.file is not None:
-            reason = f"format {resolved.format.name} cannot state that keys and values are rounded"
-            raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
-
-
-def _check_end_types(resolved: ResolvedRecipe) -> None:
-    """Raise TargetError for a block type of an end that a pass compresses, which has the type of the pass's grid."""
-    ends = embeddings_of(resolved.opened)
-    options = {} if ends.tied else {ends.embedding: "embedding"}
-    options |= {ends.head: "head"}
-    for end in find_ends(resolved.opened.model):
-        option = options.get(f"{end.name}.weight")
-        value = "auto" if option is None else getattr(resolved.recipe.save, option)
-        by = next((where for where, _, names in resolved.steps if end.name in names), None)
-        if value != "auto" and by is not None:
-            raise TargetError(
-                f"save: {option}: {value} has no effect, since {by} compresses {end.name}; leave it out, or remove "
-                f"{end.name} from the targets of the pass"
-            )
-
-
-def plan_on(resolved: ResolvedRecipe) -> Plan:
+def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    steps, form, storage, format_ = resolved.steps, resolved.form, resolved.storage, resolved.format
-    starts, masks, layers = schemes_of(form), starting_sparsities(form), []
-    kept: list[int] = []  # bytes of transforms that may stay at a layer
-    chosen = [(where, step, set(names)) for where, step, names in steps]
-    ends = [
-        e for e in find_ends(form.model) if not starts[e.name].plain or any(e.name in names for *_, names in chosen)
-    ]
-    worked = {*form.linear_names(), *(end.name for end in ends)}
-    shapes = {name: shape for name, shape in layer_shapes(form).items() if name in worked}
-    for name, shape in shapes.items():
-        mine = [(where, step) for where, step, names in chosen if name in names]
-        policy = resolved.recipe.save.sparse if format_.sparse else "off"
-        scheme = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()))
-        stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
-        size = format_.size_bytes(stored, storage)
-        layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
-        most = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()), most=True)
-        if most.transforms != scheme.transforms and format_.adapt(most) is not None:
-            kept.append(format_.size_bytes(most, storage) - size)
-    check_together(format_, {layer.name: layer.scheme for layer in layers})
-    weights = sum(layer.size_bytes for layer in layers)
+    form, storage, format_ = resolved.form, resolved.storage, resolved.format
+    ends = [end for end in find_ends(form.model) if end.name in facts]
+    layers = [LayerPlan(name, f.scheme.shape, f.passes, f.scheme, f.size_bytes) for name, f in facts.items()]
+    check_together(format_, {name: f.scheme for name, f in facts.items()})
     rest = _rest_bytes(form, storage, ends, format_)
-    dense = _rest_bytes(form, storage, ends) + _dense_bytes(shapes, storage)
+    dense = _rest_bytes(form, storage, ends) + _dense_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
     scales = sum(
         sum(cache.static) * len(attentions_containing(form.model, names))
-        for _, step, names in steps
+        for _, step, names in resolved.steps
         if (cache := step.effects(ANY_LAYER).cache) is not None
     )
-    notes = form.notes + _notes(steps, layers, starts, format_, storage) + transform_notes(kept)
-    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(notes))
-
-
-def _notes(
-    steps: Sequence[Step],
-    layers: Sequence[LayerPlan],
-    starts: Mapping[str, LayerScheme],
-    format_: Format,
-    storage: torch.dtype,
-) -> list[str]:
-    """The notes about the stored bytes of layers. starts: their schemes before the first pass."""
-    found = [(layer.name, layer.scheme, layer.size_bytes) for layer in layers]
-    chosen = [(where, step, set(names)) for where, step, names in steps]
-
-    def with_zeros(name: str) -> int:
-        mine = [(where, step) for where, step, names in chosen if name in names]
-        return format_.size_bytes(planned_scheme(mine, name, starts[name], storage, "off"), storage)
-
-    stored = storage_notes(steps, found, format_, storage)
-    return stored + pruning_notes(steps, found, format_, with_zeros) + pass_notes(steps, format_)
+    size = sum(layer.size_bytes for layer in layers) + rest + scales * storage.itemsize
+    return Plan(tuple(layers), size, dense, 0)
 
 
 def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:
@@ -317,7 +221,8 @@ def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[O
     vars(config).pop("quantization_config", None)
     form = with_config(resolved.opened, config)
     update_targets(resolved.steps, form, resolved.format, last + 1)
-    final = plan_on(replace(resolved, form=form))
+    resolved = replace(resolved, form=form)
+    final = plan_on(resolved, facts_of(resolved))
     return form, replace(final, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 

@@ -16,6 +16,7 @@ from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import attentions_containing
 from compress.models.experts import Experts
 from compress.passes.contract.facts import ANY_LAYER
+from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.recipe.schema import Recipe
 
@@ -76,15 +77,12 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
     return False
 
 
-def check_reader(resolved: ResolvedRecipe, planned: Mapping[str, LayerScheme]) -> None:
-    """Raise TargetError when it is known before the run that transformers cannot load the checkpoint.
-
-    planned: the final schemes of linears.
-    """
+def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
+    """Raise TargetError when it is known before the run that transformers cannot load the checkpoint."""
     recipe, form, format_ = resolved.recipe, resolved.form, resolved.format
     if not_asked(recipe) is not None:
-        return
-    schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
+        return ()
+    schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
     every = attentions_containing(form.model, form.linear_names())
     stated = any(
         (cache := step.effects(ANY_LAYER).cache) is not None
@@ -96,3 +94,4 @@ def check_reader(resolved: ResolvedRecipe, planned: Mapping[str, LayerScheme]) -
     if reason is not None:
         other = "save: {format: native} stores it for compress.load, "
         raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {other}{OWN}")
+    return ()

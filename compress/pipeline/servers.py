@@ -20,6 +20,7 @@ from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.objective import text_config
 from compress.models.structure.links import find_groups
+from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.sweep.capture import Call, ModelShell
 
@@ -71,14 +72,14 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(part) for part in parts.values()]
 
 
-def check_servers(resolved: ResolvedRecipe, planned: Mapping[str, LayerScheme]) -> list[str]:
+def check_servers(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
-    planned: the final schemes of linears. Raises TargetError for recipes that say so (`save.tensor_parallel`), and if
+    Raises TargetError for recipes that say so (`save.tensor_parallel`), and if
     groups or packed words do not divide over the devices.
     """
     form, format_, parts = resolved.form, resolved.format, resolved.recipe.save.tensor_parallel
-    schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
+    schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
     coded = {name: scheme for name, scheme in schemes.items() if not scheme.plain}
     if not coded:
         return []

@@ -14,12 +14,12 @@ from compress.version import __version__ as __version__
 if TYPE_CHECKING:
     from compress.checkpoint.sources.load import load as load
     from compress.passes import PASSES as PASSES
+    from compress.pipeline.apply import apply as apply
     from compress.pipeline.convert import export as export
     from compress.pipeline.export import save as save
+    from compress.pipeline.finish import Result as Result
     from compress.pipeline.plan import plan as plan
     from compress.pipeline.publish import push_to_hub as push_to_hub
-    from compress.pipeline.run import Result as Result
-    from compress.pipeline.run import apply as apply
     from compress.pipeline.run import run as run
     from compress.recipe.schema import Calibration as Calibration
     from compress.recipe.schema import Evaluate as Evaluate
@@ -31,9 +31,9 @@ _HOMES = {
     "Calibration": "recipe.schema",
     "Evaluate": "recipe.schema",
     "Recipe": "recipe.schema",
-    "Result": "pipeline.run",
+    "Result": "pipeline.finish",
     "Save": "recipe.schema",
-    "apply": "pipeline.run",
+    "apply": "pipeline.apply",
     "export": "pipeline.convert",
     "load": "checkpoint.sources.load",
     "plan": "pipeline.plan",

@@ -7,6 +7,7 @@ does. One test holds one rule for all modules, and its message names every place
 import ast
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from compress.passes import KINDS
+from compress.passes.contract.context import Run
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "compress"
@@ -78,7 +80,10 @@ LATE_IMPORTS = {
 MOST_IMPORTS = 15
 """The most modules of this package that a file imports: a file with more has several responsibilities."""
 MANY_IMPORTS: dict[str, str] = {
-    "compress.pipeline.run": "prepares, runs and finishes a recipe",
+    "compress.pipeline.apply": "every step of a run on a model in memory",
+    "compress.pipeline.finish": "verifies, evaluates and reports a checkpoint",
+    "compress.pipeline.prepare": "opens everything that a run reads",
+    "compress.pipeline.run": "the course of a run under its lock and in its processes",
     "compress.pipeline.evaluation": "evaluates models of every source",
     "compress.pipeline.checkpoint": "writes the checkpoint of a run and resumes it",
     "compress.pipeline.plan": "collects every check of a recipe before a run",
@@ -128,10 +133,9 @@ MANY_PARAMETERS: dict[str, str] = {
     "compress.passes.prepare.rotate:_rotate_further": "every rotation of a block",
     "compress.pipeline.evaluation:evaluate_models": "the options of `compress eval`",
     "compress.pipeline.export:save": "the public options of a saved model",
-    "compress.pipeline.run:apply": "the public options of passes in memory",
+    "compress.pipeline.apply:apply": "the public options of passes in memory",
     "compress.pipeline.sensitivity:sensitivity": "the options of `compress sensitivity`",
     "compress.pipeline.starting:_spelled": "the options of `compress init`",
-    "compress.pipeline.verify:_compare_with_transformers": "both sides of a comparison",
     "compress.recipe.targets:recipe_text": "the fields of a recipe",
 }
 """'module' and 'module:function' that exceed a budget, and what their one responsibility is."""
@@ -155,6 +159,7 @@ BROAD = {
     "compress.passes.contract.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
+    "compress.pipeline.finish:measure": "reports what was measured before an evaluator failed, and raises its error",
     "compress.pipeline.evaluation:reported_on_failure": "reports what was measured whatever happened, and raises on",
     "compress.checkpoint.sources.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.checkpoint.sources.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
@@ -457,6 +462,13 @@ def child_processes(tree: ast.AST) -> list[str]:
         ):
             found.append(owners.get(node, f"line {node.lineno}"))
     return found
+
+
+def assigned_attributes(tree: ast.AST, names: set[str]) -> list[str]:
+    """'run.name' of every assignment to an attribute with one of these names of a variable or attribute called run."""
+    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
+    places = [dotted(n) or "" for n in stored if n.attr in names]
+    return [place for place in places if place.split(".")[-2:-1] == ["run"]]
 
 
 def broad_excepts(tree: ast.AST) -> list[str]:
@@ -782,6 +794,13 @@ def test_names_say_what_a_thing_is():
     assert len(shares) > 8 and {folder: share for folder, share in shares.items() if share > VAGUE_SHARE} == {}
 
 
+def test_a_run_does_not_change():
+    """Passes, sweeps and readers share one value; what differs between them is another value, made by `replace`."""
+    assert Run.__dataclass_params__.frozen
+    names = {field.name for field in fields(Run)}
+    holds(lambda m: assigned_attributes(tree_of(m), names), "make another Run with dataclasses.replace")
+
+
 def test_nothing_prints():
     holds(lambda m: prints(tree_of(m)), "only the command line prints, by click")
 
@@ -1005,6 +1024,8 @@ def test_no_exception_has_outlived_its_reason():
         (child_processes, "import os\nos.execv('x', [])"),
         (child_processes, "import os\nos.system('x')"),
         (child_processes, "import sys\ncommand = [sys.executable]"),
+        (lambda tree: assigned_attributes(tree, {"label"}), "self.run.label = 'x'"),
+        (lambda tree: assigned_attributes(tree, {"costs"}), "run.costs |= costs"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        pass"),

@@ -427,7 +427,7 @@ def test_every_dtype_of_a_recipe_can_be_evaluated_in(pico, texts):
 def test_ctrl_c_that_a_library_swallows_ends_the_run_at_its_next_step(spell, monkeypatch):
     before, steps = signal.getsignal(signal.SIGINT), []
 
-    def run(recipe, folder, overwrite, journal, progress, memory):
+    def run(recipe, folder, overwrite, journal, *rest):
         with suppress(KeyboardInterrupt):  # as where an exception in a callback is printed and forgotten
             signal.raise_signal(signal.SIGINT)
         for step in range(3):
@@ -444,7 +444,7 @@ def test_ctrl_c_that_a_library_swallows_ends_the_run_at_its_next_step(spell, mon
 def test_a_launcher_that_terminates_the_run_is_told_how_to_resume(spell, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
 
-    def run(recipe, folder, overwrite, journal, progress, memory):
+    def run(recipe, folder, overwrite, journal, *rest):
         signal.raise_signal(signal.SIGTERM)
 
     path = spell()

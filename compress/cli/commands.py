@@ -228,14 +228,18 @@ def _run(
 
     if repository is not None:
         publish.check_login(repository)  # before hours of work
+
+    def show(report: dict[str, Any]) -> None:
+        if as_json:
+            print_json(report)
+        else:
+            print_report(report, folder)
+
     journal = Journal()
     with Interrupt() as interrupt:
         journal.listeners.append(interrupt)
-        result = run_recipe(recipe, folder, overwrite, journal, True, memory)
+        result = run_recipe(recipe, folder, overwrite, journal, True, memory, show)
     if result.report:
-        if as_json:
-            print_json(result.report)
-        else:
-            print_report(result.report, folder)
+        show(result.report)
         if repository is not None:
             click.echo(f"uploaded: {publish.push_to_hub(folder, repository)}", err=as_json)

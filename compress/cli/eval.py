@@ -87,7 +87,7 @@ def evaluate(
 ) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
     from compress.checkpoint.containers.files import write_text
-    from compress.evaluate.gate import check_quality
+    from compress.evaluate.gate import quality_error
     from compress.passes.contract.context import device_of
     from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate_models
@@ -125,8 +125,9 @@ def evaluate(
     if comparison.failed:
         raise Failure(f"{len(comparison.failed)} tasks failed: {', '.join(comparison.failed)}; the others are complete")
     for model in comparison.models:
-        if model.source != comparison.base:
-            check_quality(settings.fail_if, model, model.source)
+        limits = settings.fail_if if model.source != comparison.base else None
+        if (error := quality_error(limits, model, model.source)) is not None:
+            raise error
 
 
 def settings_of(options: dict[str, Any]) -> Evaluate:

@@ -17,9 +17,13 @@ EVALUATORS: dict[str, type[Evaluator]] = classes_by_file(__name__, __path__, Eva
 """The class of every evaluator by its key."""
 
 
+Results = dict[str, dict[str, Any] | None]
+"""The results of evaluators on one model by their keys."""
+
+
 def measure_all(
-    model: PreTrainedModel, context: EvaluationContext, compare: bool = True
-) -> dict[str, dict[str, Any] | None]:
+    model: PreTrainedModel, context: EvaluationContext, compare: bool = True, results: Results | None = None
+) -> Results:
     """Measure a model with all evaluators that apply to it.
 
     Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint.
@@ -28,16 +32,21 @@ def measure_all(
         model: Model to measure.
         context: The run that it comes from.
         compare: Whether evaluators that measure the base model too run; the result of one that does not run is None.
+        results: Receives each result as soon as it is known; None for a new mapping.
 
     Returns:
         The results by key.
     """
+    results = {} if results is None else results
+    for key, evaluator in measured_of(context.role):
+        results[key] = measure_one(evaluator(), model, context) if compare or not evaluator.needs_base else None
+    return results
+
+
+def measured_of(role: str) -> list[tuple[str, type[Evaluator]]]:
+    """Return the evaluators of the base or of the compressed model, in the order of `measure_all`."""
     ordered = sorted(EVALUATORS.items(), key=lambda item: item[1].needs_base)
-    return {
-        key: measure_one(evaluator(), model, context) if compare or not evaluator.needs_base else None
-        for key, evaluator in ordered
-        if evaluator.needs_base or context.role == "compressed"
-    }
+    return [(key, evaluator) for key, evaluator in ordered if evaluator.needs_base or role == "compressed"]
 
 
 def measure_one(evaluator: Evaluator, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
@@ -48,7 +57,7 @@ def measure_one(evaluator: Evaluator, model: PreTrainedModel, context: Evaluatio
         return evaluator.measure(model, context)
 
 
-def combine_all(compressed: dict[str, dict[str, Any] | None], base: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
+def combine_all(compressed: Results, base: Results) -> dict[str, Any]:
     """Compute the values in report.json by key from the results of `measure_all` on both models."""
     return {
         key: None if result is None else EVALUATORS[key]().combine(result, base.get(key))

@@ -8,8 +8,8 @@ from compress.evaluate.tasks import TasksResult
 from compress.recipe.evaluation import QualityLimits
 
 
-def check_quality(limits: QualityLimits | None, measured: Measurements, name: str) -> None:
-    """Check the measurements of a model against limits.
+def quality_error(limits: QualityLimits | None, measured: Measurements, name: str) -> QualityError | None:
+    """Return the error that lists the limits that a model exceeds; None if there is none.
 
     A limit whose quantity was not measured counts as exceeded.
 
@@ -17,13 +17,9 @@ def check_quality(limits: QualityLimits | None, measured: Measurements, name: st
         limits: the limits; None if there are none.
         measured: the measurements.
         name: the model, for the message.
-
-    Raises:
-        QualityError: if a measured value is above its limit; it lists all of them.
     """
     exceeded = [] if limits is None else exceeded_limits(limits, measured)
-    if exceeded:
-        raise QualityError(f"{name}: {'; '.join(exceeded)}")
+    return QualityError(f"{name}: {'; '.join(exceeded)}") if exceeded else None
 
 
 def exceeded_limits(limits: QualityLimits, measured: Measurements) -> list[str]:

@@ -224,6 +224,7 @@ class RunResult(Measurements):
         masked: Full names of linears with pruned weights.
         sensitivity: Sensitivities of the base model, if the folder has a file of `compress sensitivity`.
         reading: Reading of weights from the disk.
+        failed: The reason by the key of an evaluator that failed; what follows it was not measured.
     """
 
     compress: str
@@ -241,6 +242,7 @@ class RunResult(Measurements):
     masked: list[str] = []
     sensitivity: Sensitivities | None = None
     reading: DiskReading | None = None
+    failed: dict[str, str] = {}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunResult:

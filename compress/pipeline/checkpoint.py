@@ -218,7 +218,7 @@ class Shards:
     def start(self, segments: Sequence[Segment]) -> int:
         """Resume from the files of an earlier start of the same run, and write the manifest."""
         manifest, at = self.manifest, 0
-        self.run.costs |= {name: PhaseCost(**cost) for name, cost in manifest.costs.items()}
+        self.run.costs.update({name: PhaseCost(**cost) for name, cost in manifest.costs.items()})
         reached = manifest.reached
         if reached is not None and reached.is_intact(self._folder(reached.segment)):
             at = reached.segment + 1
@@ -303,7 +303,7 @@ class Shards:
             if read_snapshot(reached, self._folder(reached.segment), self.opened):
                 update_targets(self.steps, self.opened, self.run.format, first)
         self._earlier = {name: list(results) for name, results in reached.results.items()}
-        self.run.training |= self.manifest.training
+        self.run.training.update(self.manifest.training)
         self.run.journal.entries += [JournalEntry(**values) for values in reached.journal]
 
     def _complete_snapshot(self, segment: Segment) -> None:

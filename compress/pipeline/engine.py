@@ -23,7 +23,7 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.passes import ModelPass, Step
 from compress.passes.contract.processes import ALONE
-from compress.pipeline.resolve import update_targets
+from compress.pipeline.resolve import ResolvedRecipe, update_targets
 from compress.sweep.install import absorb_transforms, round_to_storage
 from compress.sweep.sweep import Sweep
 
@@ -100,14 +100,12 @@ def segments(steps: Sequence[Step]) -> list[Segment]:
 
 
 @plain_torch()
-def engine(
-    steps: Sequence[Step], opened: OpenModel, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink
-) -> None:
+def engine(resolved: ResolvedRecipe, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink) -> None:
     """Apply all passes to the model.
 
-    steps: all passes with their linears; the lists of linears change when a pass changes the shape of the model.
     batches: calibration ids, [batch, length] each. probe: ids [1, length] that run with the batches.
     """
+    steps, opened = resolved.steps, resolved.opened
     round_to_storage(opened.model, run)
     parts = segments(steps)
     for segment in parts[sink.start(parts) :]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from compress.data.ids import extent
@@ -91,18 +91,9 @@ def check_available(footprint: Footprint, available_bytes: int) -> Fit:
     )
 
 
-def with_batch(recipe: Recipe, batch: int) -> Recipe:
-    """The recipe with another calibration batch."""
-    return _with_calibration(recipe, batch=batch)
-
-
 def with_calibration(footprint: Footprint, **changes: int) -> Footprint:
-    """The footprint of the recipe with other options of its calibration."""
-    return replace(footprint, recipe=_with_calibration(footprint.recipe, **changes))
-
-
-def _with_calibration(recipe: Recipe, **changes: int) -> Recipe:
-    return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=changes)})
+    """Return the footprint of the recipe with other options of its calibration."""
+    return replace(footprint, resolved=footprint.resolved.with_calibration(**changes))
 
 
 def separate_large_tensors() -> None:
@@ -197,12 +188,17 @@ def _other_passes(footprint: Footprint, limit: int) -> Iterator[str]:
         for label, step, names in steps
     ]
     waiting = [label for label, step, _ in steps if isinstance(step, LayerPass) and step.true_sequential]
-    if waiting and _fits(replace(footprint, steps=turned), limit):
+    if waiting and _fits(_with_steps(footprint, turned), limit):
         yield f"true_sequential: false of {' and '.join(waiting)}"
     by_blocks = [step for step in steps if not isinstance(step[1], ModelPass)]
     labels = [label for label, step, _ in steps if isinstance(step, ModelPass)]
-    if labels and _fits(replace(footprint, steps=by_blocks), limit):
+    if labels and _fits(_with_steps(footprint, by_blocks), limit):
         yield f"passes that work block by block in the place of {' and '.join(labels)}"
+
+
+def _with_steps(footprint: Footprint, steps: Sequence[Step]) -> Footprint:
+    """Return the footprint of a recipe with other passes."""
+    return replace(footprint, resolved=replace(footprint.resolved, steps=tuple(steps)))
 
 
 def _fits(footprint: Footprint, limit: int) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.checkpoint.save import outside_dense
-from compress.checkpoint.sources.opening import Mapped, OpenModel
+from compress.checkpoint.sources.opening import Mapped
 from compress.checkpoint.sources.resident import held_bytes
 from compress.checkpoint.sources.stored_ends import stored_ends
 from compress.data.ids import extent
@@ -30,12 +30,11 @@ from compress.models.structure.ends import find_ends
 from compress.models.structure.front import front_of, target_positions
 from compress.numerics.quant.codes import groups_in
 from compress.passes.contract.memory import STORE_BYTES, ProblemSize
-from compress.passes.contract.passes import LayerPass, ModelPass, Pass, Step, calibrates, measured_tokens
+from compress.passes.contract.passes import LayerPass, ModelPass, Pass, calibrates, measured_tokens
 from compress.passes.contract.samples import Sample
-from compress.pipeline.resolve import storage_dtype
+from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.sources import maps_ends
 from compress.pipeline.texts import texts_of
-from compress.recipe.schema import Recipe
 from compress.train.options import TrainingOptions
 
 # Tensors of a forward pass through a block of transformers. With the hidden width: the residual, the output of a norm,
@@ -73,15 +72,11 @@ class Need:
 class Footprint:
     """The estimate for a recipe on a model.
 
-    steps: the resolved steps of the recipe. shapes: (out, in) of linears by full name. store_bytes: the memory limit of
-    an activation store. copies_bytes: the most memory that the kernels' copies of packed weights may take; where all
-    take more, the evaluation holds those of one block.
+    store_bytes: the memory limit of an activation store. copies_bytes: the most memory that the kernels' copies of
+    packed weights may take; where all take more, the evaluation holds those of one block.
     """
 
-    recipe: Recipe
-    opened: OpenModel
-    steps: Sequence[Step]
-    shapes: dict[str, tuple[int, int]]
+    resolved: ResolvedRecipe
     before: Before
     store_bytes: int = STORE_BYTES
     copies_bytes: int = sys.maxsize
@@ -90,6 +85,8 @@ class Footprint:
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.recipe, self.opened, self.steps = self.resolved.recipe, self.resolved.opened, self.resolved.steps
+        self.shapes = self.resolved.shapes
         calibration = self.recipe.calibration
         sequences, self.length = extent(calibration, calibration.sequences, calibration.length)
         if kind_of(self.opened.model) is RECORDED:
@@ -176,7 +173,7 @@ class Footprint:
 
     def held(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the original tensors that are in memory; all of them if they are rounded to a narrower dtype."""
-        if storage_dtype(self.recipe, self.opened).itemsize < self.itemsize:
+        if self.resolved.storage.itemsize < self.itemsize:
             return sum(tensor.nbytes for tensor in tensors.values())
         return held_bytes(self.opened, tensors)
 

@@ -1,4 +1,4 @@
-"""Check the models that a recipe compares with, and the objectives, before the run."""
+"""Check the models that a recipe compares with, before the run."""
 
 from __future__ import annotations
 
@@ -9,33 +9,20 @@ from transformers import PreTrainedModel
 from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
-from compress.models.kinds.objective import LMObjective, objective_of, text_config
+from compress.models.kinds.objective import text_config
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import ModelPass, Step
-from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
+from compress.pipeline.model_facts import ModelFacts
+from compress.pipeline.resolve import ResolvedRecipe, layer_shapes, nothing_compressed, with_config
 from compress.pipeline.sources import open_original, original_of
-from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.sweep.original import needs_original
 from compress.train.objective import state_pairs
 
 
-def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:
-    """Check teachers and objectives; no weights are read. Returns `Run.lm_objective`.
-
-    Raises ModelError for a teacher that does not fit or a missing mask token; RecipeError for options that have no
-    effect on the objective; TargetError for blocks that cannot be compared with original ones.
-    """
-    check_teachers(recipe, steps, opened)
-    check_original(recipe, steps, opened)
-    found = lm_objective_for(steps, opened, recipe.seed)
-    if texts_of(recipe.eval, opened.model):
-        objective_of(opened.model, opened.tokenizer)  # an evaluation needs the mask token, too
-    return found
-
-
-def check_teachers(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+def check_teachers(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
     """Compare each teacher with the model in the shape that it has before the pass."""
+    recipe, steps, opened = resolved.recipe, resolved.steps, resolved.opened
     form = opened
     last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.teacher), default=-1)
     for where, step, _ in steps[: last + 1]:
@@ -50,6 +37,7 @@ def check_teachers(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> 
             _check_states(step, form.model, teacher, where)
         if step.requires.new_shape:
             form = with_config(form, step.outcome(form.model, where))
+    return ()
 
 
 def _check_states(step: ModelPass, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
@@ -62,11 +50,12 @@ def _check_states(step: ModelPass, model: PreTrainedModel, teacher: PreTrainedMo
         raise ModelError(f"{where}: {error}") from error
 
 
-def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+def check_original(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
     """Check that the blocks from before compression are known to passes that need them (`needs_original`)."""
+    recipe, steps, opened = resolved.recipe, resolved.steps, resolved.opened
     label = needs_original(steps)
     if label is None:
-        return
+        return ()
     source, form = original_of(recipe.model), opened
     before = steps[: [where for where, _, _ in steps].index(label)]
     if source == recipe.model and not before:
@@ -85,6 +74,7 @@ def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> 
             f"{name} is {own.get(name, 'missing')} here and {original.get(name, 'missing')} in {source}; "
             "put it directly after the passes that compress them"
         )
+    return ()
 
 
 def check_original_given(steps: Sequence[Step], given: bool) -> None:

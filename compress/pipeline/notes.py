@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -11,28 +10,28 @@ import torch
 from compress.checkpoint.formats.base import Format
 from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
-from compress.passes.contract.passes import Step
+from compress.pipeline.model_facts import ModelFacts
+from compress.pipeline.resolve import ResolvedRecipe
 
 NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
 WIDE = 32  # groups in a row without padding: whole words for codes of every width
 
-Layers = Sequence[tuple[str, LayerScheme, int]]
-"""Full name, final scheme and bytes of every layer."""
 
-
-def storage_notes(steps: Sequence[Step], layers: Layers, format_: Format, storage: torch.dtype) -> list[str]:
+def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
-    found: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
-    quantizing = [(where, names) for where, step, names in steps if "quantized" in step.effects(ANY_LAYER).facts]
-    rounds = {name: where for where, names in quantizing for name in names}
-    for name, scheme, size in layers:
+    format_, storage = resolved.format, resolved.storage
+    layers_of: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+    quantizing = [step for step in resolved.steps if "quantized" in step[1].effects(ANY_LAYER).facts]
+    rounds = {name: where for where, _, names in quantizing for name in names}
+    for name, layer in facts.items():
+        scheme, size = layer.scheme, layer.size_bytes
         nominal = nominal_bits(scheme, storage)
         if nominal is None or format_.adapt(scheme) is None or 8 * size <= NOTABLE * nominal * prod(scheme.shape):
             continue
         key = rounds.get(name, ""), f"{nominal:.2f}", _reason(scheme, format_, nominal, storage)
-        found.setdefault(key, []).append((size, prod(scheme.shape)))
+        layers_of.setdefault(key, []).append((size, prod(scheme.shape)))
     notes = []
-    for (where, nominal, reason), sizes in found.items():
+    for (where, nominal, reason), sizes in layers_of.items():
         bits = 8 * sum(size for size, _ in sizes) / sum(count for _, count in sizes)
         told = f"{bits:.2f} bits per weight are stored instead of {nominal}"
         notes.append(f"{where}: in {len(sizes)} layers {told}: {reason}")
@@ -64,13 +63,13 @@ def _reason(scheme: LayerScheme, format_: Format, nominal: float, storage: torch
     return f"rows of {width} inputs, or zero points, are padded to whole words of 32 bits"
 
 
-def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense: Callable[[str], int]) -> list[str]:
-    """A note for every pruning pass whose zeros save no bytes. dense: bytes of a layer with its zeros in place."""
-    notes = []
-    for where, step, names in steps:
-        chosen = set(names)
-        pruned = [(name, size) for name, scheme, size in layers if name in chosen and step.effects(scheme).sparsities]
-        if pruned and sum(size for _, size in pruned) >= sum(dense(name) for name, _ in pruned):
+def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """A note for every pruning pass whose zeros save no bytes."""
+    notes, format_ = [], resolved.format
+    for where, step, names in resolved.steps:
+        layers = [facts[name] for name in names if name in facts]
+        pruned = [layer for layer in layers if step.effects(layer.scheme).sparsities]
+        if pruned and sum(layer.size_bytes for layer in pruned) >= sum(layer.with_zeros_bytes for layer in pruned):
             reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
             if format_.sparse:
                 reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
@@ -78,10 +77,10 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
     return notes
 
 
-def pass_notes(steps: Sequence[Step], format_: Format) -> list[str]:
+def pass_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     """What passes say about their result in this format."""
-    notes = []
-    for where, step, _ in steps:
+    notes, format_ = [], resolved.format
+    for where, step, _ in resolved.steps:
         effects = step.effects(ANY_LAYER)
         notes += [f"{where}: {note}" for note in effects.notes]
         if effects.negative_scales and not format_.negative_scales:
@@ -89,8 +88,9 @@ def pass_notes(steps: Sequence[Step], format_: Format) -> list[str]:
     return notes
 
 
-def transform_notes(sizes: Sequence[int]) -> list[str]:
-    """A note on scales and permutations of inputs that may stay at layers; sizes: bytes of each such layer."""
+def transform_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """A note on scales and permutations of inputs that may stay at layers."""
+    sizes = [layer.transform_bytes for layer in facts.values() if layer.transform_bytes is not None]
     if not sizes:
         return []
     return [

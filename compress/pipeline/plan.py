@@ -10,44 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.opening import OpenModel, read_config
-from compress.checkpoint.sources.packed import open_input, starting_sparsities
-from compress.errors import ModelError, ShortageError, TargetError
+from compress.checkpoint.sources.packed import open_input
+from compress.errors import ShortageError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.attentions import attentions_containing, cache_policies
-from compress.models.caches.base import CachePolicy
 from compress.models.structure.ends import End, find_ends
-from compress.numerics.sparse.positions import SparseLayout, SparsePolicy
 from compress.passes.contract.context import device_of
-from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
-from compress.passes.contract.passes import Pass, Step
+from compress.pipeline.checks import check_all
 from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, check_verification, fitted, unlimited
 from compress.pipeline.footprint import Footprint
-from compress.pipeline.needs import check_needs
-from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
+from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
+    ResolvedRecipe,
     layer_shapes,
-    own_options,
     resolve,
     schemes_of,
-    storage_dtype,
     update_targets,
     with_config,
 )
-from compress.pipeline.servers import check_servers
-from compress.pipeline.texts import check_texts, suited
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
-from compress.sweep.capture import ModelShell
 from compress.sweep.quantized_embeddings import embeddings_of
 
 
@@ -129,29 +118,6 @@ class Plan:
         return {"layers": layers, **sizes, "memory": memory, "notes": list(self.notes), "time": time}
 
 
-def planned_scheme(
-    steps: Sequence[tuple[str, Pass]],
-    name: str,
-    start: LayerScheme,
-    storage: torch.dtype,
-    policy: SparsePolicy,
-    found: Sequence[SparseLayout] = (),
-    most: bool = False,
-) -> LayerScheme:
-    """The final storage scheme of a layer, as far as it is known before the run.
-
-    start: the scheme before the first pass. policy: for sparse layers. found: the possible ways to store the mask that
-    the layer starts with. most: with all transforms that may stay at the layer.
-    """
-    scheme = start
-    for _, step in steps:
-        effects = own_options(step, name).effects(scheme)
-        scheme = effects.largest_scheme if most else effects.scheme
-        found = effects.sparsities or found
-    stored = scheme.sparse(found, storage, policy)
-    return stored.folded(keep_zeros=stored.parts != scheme.parts)
-
-
 def plan(
     recipe: Recipe | str | Path, out: str | Path | None = None, time: bool = False, memory: str | int | None = None
 ) -> Plan:
@@ -168,59 +134,46 @@ def plan(
         check_folder(Path(out))
     where = device if time else None
     opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
-    planned = plan_of(recipe, opened, None if memory is None else size_of(memory))
+    resolved = resolve(recipe, opened)
+    planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
-    steps, _ = resolve(recipe.passes, opened, recipe.save.target())
-    notes = (*planned.notes, *rehearse(recipe, steps, opened))
-    return replace(planned, notes=notes, timing=timing(recipe, opened, steps, time))
+    notes = (*planned.notes, *rehearse(resolved))
+    return replace(planned, notes=notes, timing=timing(resolved, time))
 
 
-def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, strict: bool = False) -> Plan:
-    """Plan a recipe for an open model, after a forward pass of a few tokens without blocks (`ModelShell.check`).
+def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: bool = False) -> Plan:
+    """Plan a resolved recipe.
 
     memory_bytes: the limit of memory of the process. strict: a run that the machine is too small for is an error.
-    Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
+    Raises the errors of `check_all`.
     """
-    ModelShell(opened).check()
-    if reason := recipe.save.target().refuses_model(embeddings_of(opened)):
-        raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
-    steps, form = resolve(recipe.passes, opened, recipe.save.target())
-    _check_cache(recipe, steps)
-    _check_end_types(recipe, steps, opened)
-    check_needs(recipe, steps, opened)
-    check_texts(recipe, opened)
-    left_out = suited(recipe.eval, opened.model)[1]
-    planned = plan_on(recipe, steps, form)
-    schemes = {layer.name: layer.scheme for layer in planned.layers}
-    policies = cache_policies(form.model) | planned_policies(steps, form)
-    stated = stated_policy(form.model, policies, recipe.save.target()) is not None
-    check_reader(recipe, form, schemes, stated)
-    served = check_servers(recipe, opened, form, schemes)
+    opened, steps, form = resolved.opened, resolved.steps, resolved.form
+    facts = facts_of(resolved)
+    planned, notes = plan_on(resolved, facts), (*form.notes, *check_all(resolved, facts))
     if form is opened:
         dense = planned.dense_bytes
     else:
-        storage = storage_dtype(recipe, opened)
         inside = {name: shape for name, shape in layer_shapes(opened).items() if name in opened.linear_names()}
-        dense = _rest_bytes(opened, storage) + _dense_bytes(inside, storage)
-    shapes, starts = layer_shapes(form) | layer_shapes(opened), schemes_of(form) | schemes_of(opened)
+        dense = _rest_bytes(opened, resolved.storage) + _dense_bytes(inside, resolved.storage)
+    starts = schemes_of(form) | schemes_of(opened)
 
     def before(count: int, name: str) -> LayerScheme:
         mine = [(where, step) for where, step, names in steps[:count] if name in names]
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
-    footprint = Footprint(recipe, opened, steps, shapes, before)
+    footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
     each = replace(footprint, several=True).peak_bytes() if trains else None
-    planned = replace(planned, dense_bytes=dense, notes=(*planned.notes, *served, *left_out), process_bytes=each)
+    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=each)
     return _within(planned, footprint, memory_bytes, strict)
 
 
 def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, strict: bool) -> Plan:
     """The plan with its memory. Raises ShortageError where it exceeds a limit."""
-    recipe, opened = footprint.recipe, footprint.opened
-    wider = max(1, opened.dtype.itemsize // storage_dtype(recipe, opened).itemsize)
-    reading = recipe, planned.dense_bytes * wider, planned.checkpoint_bytes
+    opened = footprint.opened
+    wider = max(1, opened.dtype.itemsize // footprint.resolved.storage.itemsize)
+    reading = footprint.recipe, planned.dense_bytes * wider, planned.checkpoint_bytes
     if memory_bytes is not None:
         fit = fitted(footprint, memory_bytes)
         check_verification(*reading, memory_bytes - LIBRARIES_BYTES)
@@ -237,107 +190,35 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
     return replace(planned, memory_bytes=fit.peak_bytes, fit=fit, notes=(*planned.notes, *fit.notes))
 
 
-def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """Raise TargetError for a cache policy that the one file of a format cannot state."""
-    for where, step, _ in steps:
-        if step.effects(ANY_LAYER).cache is not None and recipe.save.target().file is not None:
-            reason = f"format {recipe.save.format} cannot state a cache policy"
-            raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
-
-
-def planned_policies(steps: Sequence[Step], form: OpenModel) -> dict[str, CachePolicy]:
-    """Return the cache policies that passes install, by the names of the attention modules."""
-    return {
-        attention: policy
-        for _, step, names in steps
-        if (policy := step.effects(ANY_LAYER).cache) is not None
-        for attention in attentions_containing(form.model, names)
-    }
-
-
-def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
-    """Raise TargetError for a block type of an end that a pass compresses, which has the type of the pass's grid."""
-    ends = embeddings_of(opened)
-    given = {} if ends.tied else {ends.embedding: "embedding"}
-    given |= {ends.head: "head"}
-    for end in find_ends(opened.model):
-        option = given.get(f"{end.name}.weight")
-        value = "auto" if option is None else getattr(recipe.save, option)
-        by = next((where for where, _, names in steps if end.name in names), None)
-        if value != "auto" and by is not None:
-            raise TargetError(
-                f"save: {option}: {value} has no effect, since {by} compresses {end.name}; leave it out, or remove "
-                f"{end.name} from the targets of the pass"
-            )
-
-
-def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
+def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    storage = storage_dtype(recipe, form)
-    format_ = recipe.save.target().stored_in(storage)
-    starts, masks, layers = schemes_of(form), starting_sparsities(form), []
-    kept: list[int] = []  # bytes of transforms that may stay at a layer
-    chosen = [(where, step, set(names)) for where, step, names in steps]
-    ends = [
-        e for e in find_ends(form.model) if not starts[e.name].plain or any(e.name in names for *_, names in chosen)
-    ]
-    worked = {*form.linear_names(), *(end.name for end in ends)}
-    shapes = {name: shape for name, shape in layer_shapes(form).items() if name in worked}
-    for name, shape in shapes.items():
-        mine = [(where, step) for where, step, names in chosen if name in names]
-        policy = recipe.save.sparse if format_.sparse else "off"
-        scheme = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()))
-        stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
-        size = format_.size_bytes(stored, storage)
-        layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
-        most = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()), most=True)
-        if most.transforms != scheme.transforms and format_.adapt(most) is not None:
-            kept.append(format_.size_bytes(most, storage) - size)
-    check_together(format_, {layer.name: layer.scheme for layer in layers})
-    weights = sum(layer.size_bytes for layer in layers)
+    form, storage, format_ = resolved.form, resolved.storage, resolved.format
+    ends = [end for end in find_ends(form.model) if end.name in facts]
+    layers = [LayerPlan(name, f.scheme.shape, f.passes, f.scheme, f.size_bytes) for name, f in facts.items()]
+    check_together(format_, {name: f.scheme for name, f in facts.items()})
     rest = _rest_bytes(form, storage, ends, format_)
-    dense = _rest_bytes(form, storage, ends) + _dense_bytes(shapes, storage)
-    policies = planned_policies(steps, form).values()
+    dense = _rest_bytes(form, storage, ends) + _dense_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
+    policies = planned_policies(resolved).values()
     cache_bytes = sum(spec.size_bytes(storage) for policy in policies for spec in policy.tensors().values())
-    notes = form.notes + _notes(steps, layers, starts, format_, storage) + transform_notes(kept)
-    return Plan(tuple(layers), weights + rest + cache_bytes, dense, 0, tuple(notes))
+    size = sum(layer.size_bytes for layer in layers) + rest + cache_bytes
+    return Plan(tuple(layers), size, dense, 0)
 
 
-def _notes(
-    steps: Sequence[Step],
-    layers: Sequence[LayerPlan],
-    starts: Mapping[str, LayerScheme],
-    format_: Format,
-    storage: torch.dtype,
-) -> list[str]:
-    """The notes about the stored bytes of layers. starts: their schemes before the first pass."""
-    found = [(layer.name, layer.scheme, layer.size_bytes) for layer in layers]
-    chosen = [(where, step, set(names)) for where, step, names in steps]
-
-    def with_zeros(name: str) -> int:
-        mine = [(where, step) for where, step, names in chosen if name in names]
-        return format_.size_bytes(planned_scheme(mine, name, starts[name], storage, "off"), storage)
-
-    stored = storage_notes(steps, found, format_, storage)
-    return stored + pruning_notes(steps, found, format_, with_zeros) + pass_notes(steps, format_)
-
-
-def final_plan(
-    recipe: Recipe, steps: Sequence[Step], opened: OpenModel, planned: Plan, folder: Path
-) -> tuple[OpenModel, Plan]:
+def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:
     """The model and the plan of its layers in the shape of the checkpoint in `folder`.
 
-    Both are the arguments unless a pass changes the shape of the model.
+    Both are the given ones unless a pass changes the shape of the model.
     """
-    last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.new_shape), default=None)
+    last = max((i for i, (_, step, _) in enumerate(resolved.steps) if step.requires.new_shape), default=None)
     if last is None:
-        return opened, planned
-    config = read_config(folder, str(folder), recipe.trust_remote_code)
+        return resolved.opened, planned
+    config = read_config(folder, str(folder), resolved.recipe.trust_remote_code)
     vars(config).pop("quantization_config", None)
-    form = with_config(opened, config)
-    update_targets(steps, form, recipe.save.target(), last + 1)
-    found = plan_on(recipe, steps, form)
-    return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
+    form = with_config(resolved.opened, config)
+    update_targets(resolved.steps, form, resolved.format, last + 1)
+    resolved = replace(resolved, form=form)
+    final = plan_on(resolved, facts_of(resolved))
+    return form, replace(final, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
 def _rest_bytes(

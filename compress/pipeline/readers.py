@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.formats.base import StoredLayer
-from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
+from compress.models.caches.attentions import cache_policies
 from compress.models.experts import Experts
+from compress.pipeline.model_facts import ModelFacts, planned_policies
+from compress.pipeline.resolve import ResolvedRecipe
 from compress.recipe.schema import Recipe
 
 OWN = "save: {verify: own} checks it with compress.load alone"
@@ -74,16 +77,16 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
     return False
 
 
-def check_reader(recipe: Recipe, form: OpenModel, planned: Mapping[str, LayerScheme], stated: bool) -> None:
-    """Raise TargetError when it is known before the run that transformers cannot load the checkpoint.
-
-    form: the model in its final shape. planned: the final schemes of its linears. stated: see `unreadable`.
-    """
+def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
+    """Raise TargetError when it is known before the run that transformers cannot load the checkpoint."""
+    recipe, form, format_ = resolved.recipe, resolved.form, resolved.format
     if not_asked(recipe) is not None:
-        return
-    format_ = recipe.save.target()
-    schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
+        return ()
+    schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
+    policies = cache_policies(form.model) | planned_policies(resolved)
+    stated = stated_policy(form.model, policies, format_) is not None
     reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
     if reason is not None:
         other = "save: {format: native} stores it for compress.load, "
         raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {other}{OWN}")
+    return ()

@@ -7,21 +7,18 @@ but not those of the checkpoint. A model that is too large is rehearsed with its
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import CompressError, ModelError, NumericError, TargetError
 from compress.models.experts import open_experts
+from compress.models.kinds.objective import LMObjective
 from compress.models.reshape.reconfigure import sketch, tensors, with_blocks
 from compress.passes.contract.context import Run
-from compress.passes.contract.passes import ModelPass, Step
-from compress.pipeline.resolve import lm_objective_for, with_config
+from compress.passes.contract.passes import ModelPass
+from compress.pipeline.resolve import ResolvedRecipe, with_config
 from compress.pipeline.trial import random_ids
-from compress.recipe.schema import Recipe
 
 LARGEST = 1 << 26
 """Numbers in a rehearsed model; three copies of so many take 0.8 GB in float32."""
@@ -30,29 +27,28 @@ NOISE = 0.1
 """Standard deviation that is added to all initial weights, so that no norm or bias is neutral."""
 
 
-def rehearse(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> list[str]:
+def rehearse(resolved: ResolvedRecipe) -> list[str]:
     """Run every pass that changes the shape of the model on random weights of the shape that it will find.
 
     Returns a note for each pass whose model is too large. Raises the error of a pass that refuses the structure.
     """
-    notes, form = [], opened
-    for where, step, _ in steps:
+    notes, form = [], resolved.opened
+    for where, step, _ in resolved.steps:
         if not (isinstance(step, ModelPass) and step.requires.new_shape):
             continue
         if step.requires.rehearsal is not None:
             config, whole = _config(form.model)
-            objective = partial(lm_objective_for, steps, opened, recipe.seed)
             if config is None:
                 notes.append(f"{where}: the model is too large to rehearse the pass; the run may refuse its structure")
             else:
-                _try(step.requires.rehearsal, where, _random(form.model, config), whole, objective)
+                _try(step.requires.rehearsal, where, _random(form.model, config), whole, resolved.objective)
         form = with_config(form, step.outcome(form.model, where))
     return notes
 
 
-def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: partial) -> None:
+def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: LMObjective) -> None:
     """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
-    run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective())
+    run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective)
     try:
         step.apply(model, run)
     except NumericError:

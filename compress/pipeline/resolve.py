@@ -1,15 +1,16 @@
-"""Resolve a recipe on a model: targets, facts, shapes, texts, teachers. All mistakes are found before the run."""
+"""Resolve a recipe on a model, once and before it runs: linears, final options, format, dtypes, objective."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.formats.base import Format
@@ -28,11 +29,16 @@ from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import end_layer, find_ends
 from compress.models.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
+from compress.passes.contract.context import Run
 from compress.passes.contract.facts import ANY_LAYER, Fact
+from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import ModelPass, Pass, Step, chosen_linears
 from compress.pipeline.ends import check_ends
+from compress.pipeline.texts import suited
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
+from compress.sweep.capture import ModelShell
+from compress.sweep.quantized_embeddings import embeddings_of
 from compress.train.options import missing_kind
 
 EARLIER: dict[Fact, str] = {
@@ -49,7 +55,78 @@ def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
     return opened.storage if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
 
 
-def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe on one model: what planning, running, verifying and evaluating it depend on.
+
+    Attributes:
+        recipe: Source, texts, seed and options; its evaluation is without what the model cannot answer.
+        opened: The model before the first pass, on its device and in its dtype of computation.
+        steps: The passes with their final options and linears. A pass that changes the shape of the model at run time
+            updates the linears of later passes (`update_targets`).
+        form: The model after the last pass, without weights if a pass changes its shape.
+        storage: The dtype of stored dense tensors and, unless the format fixes theirs, of scales.
+        format: The format of the checkpoint.
+        objective: The language-model objective, if a pass uses it.
+        sample: A row of inputs with which the model runs.
+        left_out: A note on what the evaluation leaves out.
+    """
+
+    recipe: Recipe
+    opened: OpenModel
+    steps: tuple[Step, ...]
+    form: OpenModel
+    storage: torch.dtype
+    format: Format
+    objective: LMObjective
+    sample: Tensor
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The shape (out, in) of every linear before and after the passes, by full name."""
+        return layer_shapes(self.form) | layer_shapes(self.opened)
+
+    def with_calibration(self, **changes: int) -> ResolvedRecipe:
+        """Return the recipe with other options of its calibration."""
+        calibration = self.recipe.calibration.model_copy(update=changes)
+        return replace(self, recipe=self.recipe.model_copy(update={"calibration": calibration}))
+
+
+def resolve(recipe: Recipe, opened: OpenModel) -> ResolvedRecipe:
+    """Resolve a recipe on a model, after a forward pass of a few tokens without blocks (`ModelShell.check`).
+
+    Raises:
+        ModelError: for a model that cannot run, that the format cannot store, or without a mask token that a pass uses.
+        TargetError: as `resolve_passes`.
+        RecipeError: for an evaluation that the model cannot answer, and options without effect on the objective.
+    """
+    sample = ModelShell(opened).check()
+    storage = storage_dtype(recipe, opened)
+    format_ = recipe.save.target().stored_in(storage)
+    if reason := format_.refuses_model(embeddings_of(opened)):
+        raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
+    steps, form = resolve_passes(recipe.passes, opened, format_)
+    evaluation, left_out = suited(recipe.eval, opened.model)
+    recipe = recipe.model_copy(update={"eval": evaluation})
+    objective = lm_objective_for(steps, opened, recipe.seed)
+    return ResolvedRecipe(recipe, opened, tuple(steps), form, storage, format_, objective, sample, left_out)
+
+
+def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:
+    """Return the run of a recipe.
+
+    Args:
+        services: the other attributes of `Run`: calibration, teachers, processes, ...
+    """
+    recipe, objective = resolved.recipe, resolved.objective
+    stored = recipe.seed, resolved.format, recipe.save.sparse
+    return Run(resolved.opened.device, resolved.storage, *stored, journal, lm_objective=objective, **services)
+
+
+def resolve_passes(
+    passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0
+) -> tuple[list[Step], OpenModel]:
     """Return every pass with its linears, and the model after the last pass, without weights if its shape changes.
 
     first: the index of the first of these passes in the recipe.
@@ -105,8 +182,8 @@ def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
 def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
     """Update the linears of all steps after the first `done` to those of the model in its new shape."""
     rest = [step for _, step, _ in steps[done:]]
-    found, _ = resolve(rest, opened, format_, done)
-    for (_, _, names), (_, _, now) in zip(steps[done:], found, strict=True):
+    updated, _ = resolve_passes(rest, opened, format_, done)
+    for (_, _, names), (_, _, now) in zip(steps[done:], updated, strict=True):
         names[:] = now
 
 

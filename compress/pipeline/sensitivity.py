@@ -36,9 +36,9 @@ from compress.passes import PASSES
 from compress.passes.contract.context import device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
+from compress.pipeline.apply import apply
 from compress.pipeline.evaluation import model_folder
 from compress.pipeline.progress import shown_progress
-from compress.pipeline.run import apply
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import read_passes
 from compress.recipe.sensitivities import Level, Sensitivities, Sensitivity, allocation

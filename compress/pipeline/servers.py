@@ -20,7 +20,8 @@ from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.objective import text_config
 from compress.models.structure.links import find_groups
-from compress.recipe.schema import Recipe
+from compress.pipeline.model_facts import ModelFacts
+from compress.pipeline.resolve import ResolvedRecipe
 from compress.sweep.capture import Call, ModelShell
 
 MOST = 64
@@ -71,23 +72,21 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(part) for part in parts.values()]
 
 
-def check_servers(recipe: Recipe, opened: OpenModel, form: OpenModel, planned: Mapping[str, LayerScheme]) -> list[str]:
+def check_servers(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
-    opened: the model before the first pass. form: the model in its final shape. planned: the final schemes of its
-    linears. Raises TargetError for recipes that say so (`save.tensor_parallel`), and if groups or packed words do not
-    divide over the devices.
+    Raises TargetError for recipes that say so (`save.tensor_parallel`), and if
+    groups or packed words do not divide over the devices.
     """
-    format_ = recipe.save.target()
-    parts = recipe.save.tensor_parallel
-    schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
+    form, format_, parts = resolved.form, resolved.format, resolved.recipe.save.tensor_parallel
+    schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
     coded = {name: scheme for name, scheme in schemes.items() if not scheme.plain}
     if not coded:
         return []
     differing = format_.fused and len({_stated(scheme) for scheme in schemes.values()}) > 1
     reason = None
     if differing:
-        sets = fused_sets(opened)
+        sets = fused_sets(resolved.opened)
         reasons = (_unlike(sets, block.name, frozenset(linears(block.module)), schemes) for block in form.blocks)
         reason = next((found for found in reasons if found is not None), None)
     if reason is not None and parts is not None:
@@ -97,19 +96,16 @@ def check_servers(recipe: Recipe, opened: OpenModel, form: OpenModel, planned: M
     return [] if reason is None else [f"save: {reason}; save: {{tensor_parallel: 1}} makes this an error"]
 
 
-def settled_check(
-    recipe: Recipe, opened: OpenModel, form: OpenModel
-) -> Callable[[str, Mapping[str, LayerScheme]], None] | None:
+def settled_check(resolved: ResolvedRecipe) -> Callable[[str, Mapping[str, LayerScheme]], None] | None:
     """A check of a block's name and of the schemes that its linears have at the end of a run, by their full names.
 
     None without `save.tensor_parallel`. Passes may choose schemes, and the blocks to drop, from calibration inputs,
-    which no plan knows. The check raises TargetError as `check_servers` does. opened: the model before the first pass.
-    form: the model in its final shape.
+    which no plan knows. The check raises TargetError as `check_servers` does.
     """
-    parts, format_ = recipe.save.tensor_parallel, recipe.save.target()
+    parts, format_, form = resolved.recipe.save.tensor_parallel, resolved.format, resolved.form
     if parts is None:
         return None
-    sets = fused_sets(opened) if format_.fused else {}
+    sets = fused_sets(resolved.opened) if format_.fused else {}
 
     def check(block: str, schemes: Mapping[str, LayerScheme]) -> None:
         reason = _unlike(sets, block, frozenset(name.removeprefix(f"{block}.") for name in schemes), schemes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from os.path import expanduser
 from pathlib import Path
 
@@ -12,12 +13,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.sources.opening import InMemory, OpenModel
-from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.sources.packed import Packed, open_input
 from compress.errors import RecipeError
+from compress.layers.scheme import LayerScheme
 from compress.models.structure.blocks import find_blocks
+from compress.models.structure.ends import compressed_ends
+from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass
+from compress.pipeline.resolve import schemes_of
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import plain_values, read_file
+from compress.sweep.install import adapt, adapt_block
 
 RECIPE = "recipe.yaml"
 """The recipe in the folder of a run."""
@@ -27,6 +33,19 @@ def open_start(recipe: Recipe, device: torch.device) -> OpenModel:
     """Open the model that a run starts with. Raises ModelError."""
     codes, narrow = not recipe.passes, maps_ends(recipe)
     return open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, codes, narrow)
+
+
+def take_in_compressed(opened: OpenModel, run: Run) -> None:
+    """Convert the layers of a compressed checkpoint to forms that the format can store, each when it is loaded."""
+    if not isinstance(opened.weights, Packed):
+        return
+    format_ = run.format
+    opened.weights.settle = partial(adapt_block, run=run, dtype=opened.dtype)
+    for name, layer in compressed_ends(opened.model).items():
+        adapt(layer, run, opened.dtype, f"model: {name}")
+    if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
+        message = f"format {format_.name} stores the dequantized weights of its quantized linears"
+        run.journal.add("note", "model", message)
 
 
 def maps_ends(recipe: Recipe) -> bool:

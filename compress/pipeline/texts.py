@@ -25,6 +25,8 @@ from compress.models.structure.front import check_recordings, front_of
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
+PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
+
 Wanted = TypeVar("Wanted", Evaluate, Evaluate | None)
 
 

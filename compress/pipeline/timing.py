@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, prod
 from pathlib import Path
@@ -14,18 +13,16 @@ import torch
 import transformers
 
 from compress.checkpoint.containers.files import write_text
-from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.untrusted import read_json
 from compress.data.ids import extent
 from compress.data.text_source import as_source
 from compress.errors import CompressError
 from compress.evaluate.store import digest_of
 from compress.passes.contract.context import device_of
-from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates
-from compress.pipeline.resolve import layer_shapes
+from compress.passes.contract.passes import ModelPass, Pass, calibrates
+from compress.pipeline.resolve import ResolvedRecipe, layer_shapes
 from compress.pipeline.texts import texts_of
 from compress.pipeline.trial import STEPS, Trial, chosen_block, repeated, trial, unlike
-from compress.recipe.schema import Recipe
 from compress.version import __version__
 
 WINDOW = 512  # tokens of the forward pass that is timed if the recipe evaluates no text
@@ -57,45 +54,46 @@ class Timing:
         return {**asdict(self), "unknown": list(self.unknown), "seconds": self.seconds}
 
 
-def timing(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], measure: bool) -> Timing | None:
+def timing(resolved: ResolvedRecipe, measure: bool) -> Timing | None:
     """Predict the seconds of a run. measure: run the trials if no earlier plan has kept them; otherwise None.
 
     A prediction that cannot be made has no phases, and its reason among `unknown`.
     """
-    path = kept_file(recipe, opened, steps)
-    found = known(path)
-    if found is None and not measure:
+    path = kept_file(resolved)
+    rates = known(path)
+    if rates is None and not measure:
         return None
-    reason = unlike(opened, steps)
+    reason = unlike(resolved)
     if reason is not None:
         return Timing({}, (f"the passes: {reason}",))
-    if found is None:
+    if rates is None:
         try:
-            found = trial(recipe, opened, steps, window_of(recipe, opened))
+            rates = trial(resolved, window_of(resolved))
         except CompressError as error:
             return Timing({}, (f"the passes: {error}",))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(found.to_json()))
-    return predicted(recipe, opened, steps, found)
+        write_text(path, json.dumps(rates.to_json()))
+    return predicted(resolved, rates)
 
 
-def predicted(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], found: Trial) -> Timing:
+def predicted(resolved: ResolvedRecipe, measured: Trial) -> Timing:
     """The seconds of a run from a trial of it."""
+    recipe, opened, steps = resolved.recipe, resolved.opened, resolved.steps
     block, blocks = chosen_block(opened.blocks, steps), len(opened.blocks)
     weights = {name: prod(shape) for name, shape in layer_shapes(opened).items()}
-    batches, options = batches_of(recipe, steps), {label: (step, names) for label, step, names in steps}
-    whole = found.before.seconds(blocks) / found.before.seconds(1)
+    batches, options = batches_of(resolved), {label: (step, names) for label, step, names in steps}
+    whole = measured.before.seconds(blocks) / measured.before.seconds(1)
     phases: dict[str, float] = {}
-    for name, rate in found.rates.items():
+    for name, rate in measured.rates.items():
         step, names = options.get(name, (None, ()))
         mine = sum(weights[n] for n in names if n.startswith(f"{block.name}."))
         scale = sum(weights[n] for n in names) / mine if mine else float(blocks)
         scale = whole if isinstance(step, ModelPass) else 1.0 if name in ONCE else scale
         phases[name] = scale * rate.seconds(batches, count_of(step))
     unknown: list[str] = []
-    windows = windows_of(recipe, opened, unknown)
+    windows = windows_of(resolved, unknown)
     if windows:
-        phases["evaluate"] = windows * (found.before.seconds(blocks) + found.after.seconds(blocks))
+        phases["evaluate"] = windows * (measured.before.seconds(blocks) + measured.after.seconds(blocks))
     if recipe.eval is not None and recipe.eval.tasks:
         unknown.append("the tasks of lm-eval")
     return Timing(phases, tuple(unknown))
@@ -106,24 +104,25 @@ def count_of(step: Pass | None) -> int:
     return STEPS if step is None else repeated(step) or STEPS
 
 
-def batches_of(recipe: Recipe, steps: Sequence[Step]) -> float:
+def batches_of(resolved: ResolvedRecipe) -> float:
     """The number of calibration batches of a run."""
-    asked = recipe.calibration
+    asked = resolved.recipe.calibration
     sequences, _ = extent(asked, asked.sequences, asked.length)
-    return ceil(sequences / asked.batch) if calibrates(steps) else 1
+    return ceil(sequences / asked.batch) if calibrates(resolved.steps) else 1
 
 
-def window_of(recipe: Recipe, opened: OpenModel) -> int:
+def window_of(resolved: ResolvedRecipe) -> int:
     """The tokens of an evaluation window."""
-    texts = texts_of(recipe.eval, opened.model)
-    return (extent(texts[0], None, recipe.eval.length)[1] if texts and recipe.eval else 0) or WINDOW
+    asked = resolved.recipe.eval
+    texts = texts_of(asked, resolved.opened.model)
+    return (extent(texts[0], None, asked.length)[1] if texts and asked else 0) or WINDOW
 
 
-def windows_of(recipe: Recipe, opened: OpenModel, unknown: list[str]) -> int:
+def windows_of(resolved: ResolvedRecipe, unknown: list[str]) -> int:
     """The number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
-    total = 0
-    for text in texts_of(recipe.eval, opened.model):
-        count = extent(text, recipe.eval.windows, recipe.eval.length)[0] if recipe.eval else 0
+    total, asked = 0, resolved.recipe.eval
+    for text in texts_of(asked, resolved.opened.model):
+        count = extent(text, asked.windows, asked.length)[0] if asked else 0
         if not count:
             unknown.append(f"the evaluation on all windows of {as_source(text).label}")
         total += count
@@ -138,17 +137,18 @@ def known(path: Path) -> Trial | None:
         return None
 
 
-def kept_file(recipe: Recipe, opened: OpenModel, steps: Sequence[Step]) -> Path:
+def kept_file(resolved: ResolvedRecipe) -> Path:
     """The file of the trial of this machine, model shape and passes, in the user's cache of models."""
     from huggingface_hub.constants import HF_HOME
 
+    recipe, steps = resolved.recipe, resolved.steps
     machine = platform.node(), platform.machine(), torch.get_num_threads(), str(device_of(recipe.device))
     versions = __version__, torch.__version__, transformers.__version__
-    shapes = [recipe.dtype, recipe.save.target().name, sorted(layer_shapes(opened).items())]
+    shapes = [recipe.dtype, recipe.save.target().name, sorted(layer_shapes(resolved.opened).items())]
     passes = [(label, step.model_dump(mode="json")) for label, step, _ in steps]
     for (_, step, _), (_, options) in zip(steps, passes, strict=True):
         if step.repeats is not None and repeated(step) is not None:
             options.pop(step.repeats)  # a trial takes few steps, whatever the recipe asks for
     asked = recipe.calibration
-    texts = asked.batch, extent(asked, 1, asked.length)[1], window_of(recipe, opened)
+    texts = asked.batch, extent(asked, 1, asked.length)[1], window_of(resolved)
     return Path(HF_HOME) / KEPT / f"{digest_of(machine, versions, shapes, passes, texts)}.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window
@@ -28,13 +27,11 @@ from compress.models.kinds.objective import objective_of
 from compress.models.reshape.reconfigure import build, renumbered, tensors, with_blocks
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import vocabulary_size
-from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass, Step, calibrates, measured_tokens
 from compress.pipeline.engine import Memory, engine
-from compress.pipeline.resolve import lm_objective_for, schemes_of, storage_dtype, teachers
+from compress.pipeline.resolve import ResolvedRecipe, run_of, schemes_of, teachers
 from compress.pipeline.sources import in_memory
-from compress.recipe.schema import Recipe
 from compress.sweep.capture import ModelShell
 from compress.sweep.original import needs_original
 
@@ -103,17 +100,17 @@ class Bench:
     batch, length: sequences of a calibration batch, and their tokens.
     """
 
-    recipe: Recipe
-    opened: OpenModel
+    resolved: ResolvedRecipe
     model: PreTrainedModel
     steps: Sequence[Step]
     batch: int
     length: int
 
     @classmethod
-    def of(cls, recipe: Recipe, opened: OpenModel, steps: Sequence[Step]) -> Bench:
+    def of(cls, resolved: ResolvedRecipe) -> Bench:
         """Read the weights of one block. Raises ModelError where a model of one block says nothing about the run."""
-        reason = unlike(opened, steps)
+        opened, steps = resolved.opened, resolved.steps
+        reason = unlike(resolved)
         if reason is not None:
             raise ModelError(reason)
         block = chosen_block(opened.blocks, steps)
@@ -128,38 +125,29 @@ class Bench:
             opened.weights.release(block)
         short = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in names.items()}
         mine = [(label, step, [short[name] for name in names if name in short]) for label, step, names in steps]
-        asked = recipe.calibration
+        asked = resolved.recipe.calibration
         sequences, length = extent(asked, asked.sequences, asked.length)
         batch = min(asked.batch, sequences) if calibrates(steps) else 1
-        return cls(recipe, opened, model, [one for one in mine if one[2]], batch, measured_tokens(steps, length))
+        return cls(resolved, model, [step for step in mine if step[2]], batch, measured_tokens(steps, length))
 
     def run(self, batches: int, times: int) -> tuple[dict[str, float], PreTrainedModel]:
         """The seconds of every phase with so many batches and `times` * STEPS steps, and the compressed model."""
         model, ids = copy.deepcopy(self.model), random_ids(self.model, batches * self.batch, self.length)
         steps = [(label, shortened(step, times * STEPS), list(names)) for label, step, names in self.steps]
-        opened = in_memory(model, self.opened.tokenizer)
-        format_ = self.recipe.save.target().stored_in(storage_dtype(self.recipe, self.opened))
-        run = Run(
-            opened.device,
-            storage_dtype(self.recipe, self.opened),
-            self.recipe.seed,
-            format_,
-            self.recipe.save.sparse,
-            Journal(),
-            calibration=ids,
-            open_teacher=teachers([step for _, step, _ in steps], model, None, opened),
-            lm_objective=lm_objective_for(steps, opened, self.recipe.seed),
-        )
-        engine(steps, opened, list(ids.split(self.batch)), ids[:1, :PROBE_TOKENS], run, Memory())
+        opened = in_memory(model, self.resolved.opened.tokenizer)
+        resolved = replace(self.resolved, opened=opened, form=opened, steps=tuple(steps))
+        teacher = teachers([step for _, step, _ in steps], model, None, opened)
+        run = run_of(resolved, Journal(), calibration=ids, open_teacher=teacher)
+        engine(resolved, list(ids.split(self.batch)), ids[:1, :PROBE_TOKENS], run, Memory())
         return {name: cost.seconds for name, cost in run.costs.items()}, model
 
 
-def trial(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], window: int) -> Trial:
+def trial(resolved: ResolvedRecipe, window: int) -> Trial:
     """Measure the rates of a recipe. window: tokens of an evaluation window.
 
     Raises the errors of its passes, and ModelError where a model of one block says nothing about the run.
     """
-    bench = Bench.of(recipe, opened, steps)
+    bench = Bench.of(resolved)
     before = forward(bench.model, window)
     one, model = bench.run(1, 1)
     two, _ = bench.run(2, 1)
@@ -213,8 +201,9 @@ def chosen_block(blocks: Sequence[Block], steps: Sequence[Step]) -> Block:
     return max(blocks, key=lambda block: (counts[block.index], -abs(block.index - len(blocks) // 2)))
 
 
-def unlike(opened: OpenModel, steps: Sequence[Step]) -> str | None:
+def unlike(resolved: ResolvedRecipe) -> str | None:
     """Why a model with one block says nothing about the run, or None."""
+    opened, steps = resolved.opened, resolved.steps
     if opened.blocks[-1].stack:
         return "the model has two stacks of blocks"
     if any(scheme.quantized for scheme in schemes_of(opened).values()):

@@ -21,7 +21,8 @@ from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass, chosen_linears
 from compress.passes.families.quantizing import Quantizing
-from compress.pipeline.run import apply, run
+from compress.pipeline.apply import apply
+from compress.pipeline.run import run
 from compress.recipe.order import check_order
 from compress.recipe.schema import Calibration, Evaluate, Recipe, Save
 from compress.testing.trial import PassTrial, changed, differing, require, tensors_of

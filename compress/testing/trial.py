@@ -17,7 +17,7 @@ from compress.models.caches.attentions import attentions_with_cache, cache_diges
 from compress.models.caches.base import tensor_names
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import LayerPass, Pass
-from compress.pipeline.run import apply
+from compress.pipeline.apply import apply
 
 P = TypeVar("P", bound=Pass)
 Tensors = dict[str, Tensor]

@@ -222,8 +222,9 @@ class Peak:
 def measure(folder: Path, path: str) -> dict[str, object]:
     import compress
     from compress.passes.contract.journal import Journal
+    from compress.pipeline.finish import finish
+    from compress.pipeline.prepare import prepare
     from compress.pipeline.run import compress as work
-    from compress.pipeline.run import finish, prepare
 
     ids, recipe = str(folder / "ids.npy"), compress.Recipe.from_yaml(path)
     calibration = compress.Calibration(source=ids, sequences=None, length=None)

@@ -83,8 +83,9 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
 
     import compress
     from compress.passes.contract.journal import Journal
+    from compress.pipeline.finish import finish
+    from compress.pipeline.prepare import prepare
     from compress.pipeline.run import compress as work
-    from compress.pipeline.run import finish, prepare
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -13,7 +13,7 @@ from compress.errors import ModelError, TargetError
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.models.structure.ends import find_ends
-from compress.pipeline.resolve import resolve
+from compress.pipeline.resolve import resolve_passes
 
 BOTH = ["lm_head", "embed_tokens"]
 INT8 = {"weights": "int8", "group_size": "channel"}
@@ -182,7 +182,7 @@ ONE = r"the output head lm_head and the embedding model.embed_tokens are tied.*a
 def test_what_cannot_be_done_to_the_ends_is_said_before_any_work(family, made, message, in_memory, tiny, pico_model):
     opened = in_memory(pico_model if family == "pico" else tiny(family))
     with pytest.raises(TargetError, match=message):
-        resolve([made], opened, FORMATS["native"])
+        resolve_passes([made], opened, FORMATS["native"])
 
 
 def test_two_passes_for_the_blocks_and_for_the_ends_may_stand_in_one_recipe():

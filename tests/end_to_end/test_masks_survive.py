@@ -20,8 +20,9 @@ from compress.checkpoint.formats import FORMATS
 from compress.layers.linear import CompressedLinear, linears
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.journal import Journal
+from compress.pipeline.finish import finish
+from compress.pipeline.prepare import prepare
 from compress.pipeline.run import compress as work
-from compress.pipeline.run import finish, prepare
 
 FAMILIES = ["llama", "gpt2", "opt"]
 
@@ -125,7 +126,7 @@ def watched():
         watch = Watch(job.opened.model)
         journal.listeners.append(watch)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("compress.pipeline.run.gc.collect", lambda: 0)  # most of the time that a tiny run takes
+            patch.setattr("compress.pipeline.finish.gc.collect", lambda: 0)  # most of the time that a tiny run takes
             work(job)
             finish(job)
         return watch

@@ -17,8 +17,9 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.sparse import SparsePart
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.layers import Layer
+from compress.pipeline.finish import finish
+from compress.pipeline.prepare import prepare
 from compress.pipeline.run import compress as work
-from compress.pipeline.run import finish, prepare
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 

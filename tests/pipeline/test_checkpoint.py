@@ -10,8 +10,8 @@ from compress.checkpoint.codec import ShardEntry
 from compress.errors import OutputError, SaveError
 from compress.passes.contract.journal import Journal
 from compress.pipeline.checkpoint import WORK, Manifest, open_folder
+from compress.pipeline.prepare import prepare
 from compress.pipeline.provenance import fingerprint
-from compress.pipeline.run import prepare
 
 
 def entry(file="model-00002-of-00002.safetensors") -> ShardEntry:

@@ -12,8 +12,10 @@ from click.testing import CliRunner
 import compress
 from compress import GPTQ, RTN, Finetune, Wanda, cli
 from compress.checkpoint.containers import files
-from compress.errors import DeviceError, ModelError, SaveError, ShortageError
+from compress.errors import DeviceError, ModelError, NumericError, SaveError, ShortageError
+from compress.evaluate.perplexity import Perplexity
 from compress.passes.contract.context import Run
+from compress.report.write import read_report
 
 STEPS = Wanda(sparsity=0.5), Finetune(steps=1, batch=2), GPTQ(weights="int4", group_size=32)
 
@@ -32,6 +34,31 @@ def unbroken(asked, tmp_path_factory):
         patch.setattr(files.os, "replace", lambda *paths: (count.append(paths[1]), real(*paths)))
         report = compress.run(asked, tmp_path_factory.mktemp("unbroken"), progress=False).report
     return len(count), report["checkpoint_sha256"]
+
+
+@pytest.mark.parametrize("role", ["base", "compressed"])
+def test_what_was_measured_before_an_evaluator_fails_is_reported(role, recipe, monkeypatch, tmp_path):
+    measure = Perplexity.measure
+
+    def broken(self, model, context):
+        if context.role == role:
+            raise NumericError("the loss is\nnot a number")
+        return measure(self, model, context)
+
+    path, out = tmp_path / "asked.yaml", tmp_path / "out"
+    path.write_text(recipe(Wanda(sparsity=0.5), save={"format": "native"}).to_yaml())
+    monkeypatch.setattr(Perplexity, "measure", broken)
+    done = CliRunner().invoke(cli.main, ["run", str(path), "-o", str(out)])
+    reason = "NumericError: the loss is not a number; what follows was not measured"
+    assert done.exit_code == 1 and done.stderr.endswith("error: the loss is not a number\n")
+    assert f"failed: perplexity: {reason}" in done.stdout and "checkpoint sha256: " in done.stdout
+    report = read_report(out)
+    assert report.failed == {"perplexity": reason} and report.texts == []
+    assert f"failed: perplexity: {reason}" in (out / "report.md").read_text()
+    assert (report.evaluations.get("sparsity") is not None) == (role == "compressed")
+    monkeypatch.undo()
+    again = compress.run(path, out, progress=False).report
+    assert again["failed"] == {} and again["perplexity"] and again["checkpoint_sha256"] == report.checkpoint_sha256
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import torch
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
-from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.save import outside_state
 from compress.checkpoint.sources.opening import open_model
 from compress.checkpoint.sources.resident import held_bytes
@@ -42,9 +41,8 @@ def footprint(recipe, pico):
 
     def make(*passes, store_bytes=1 << 30, **options):
         asked = recipe(*passes, **{"calibration": TEXT, **options})
-        steps, _ = resolve(asked.passes, opened, FORMATS["native"])
-        shapes = layer_shapes(opened)
-        return Footprint(asked, opened, steps, shapes, lambda count, name: LayerScheme(shapes[name]), store_bytes)
+        resolved = resolve(asked, opened)
+        return Footprint(resolved, lambda count, name: LayerScheme(resolved.shapes[name]), store_bytes)
 
     return make
 

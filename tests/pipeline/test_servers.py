@@ -13,6 +13,7 @@ from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.grids import GRIDS
 from compress.pipeline.plan import plan
+from compress.pipeline.resolve import resolve
 from compress.pipeline.servers import fused_sets, settled_check
 
 
@@ -188,9 +189,9 @@ def test_a_mixture_that_calibration_decides_is_checked_before_a_shard_is_written
 
 def test_groups_that_calibration_decides_are_checked(wide):
     found = open_model(str(wide))
-    check = settled_check(recipe({"tensor_parallel": 8}, wide), found, found)
+    check = settled_check(resolve(recipe({"tensor_parallel": 8}, wide), found))
     block, name = "model.layers.0", "model.layers.0.mlp.down_proj"
     check(block, {name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 64),))})
     with pytest.raises(TargetError, match=r"512 inputs do not split into 8 equal parts .* 128"):
         check(block, {name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 128),))})
-    assert settled_check(recipe({}, wide), found, found) is None
+    assert settled_check(resolve(recipe({}, wide), found)) is None

@@ -8,7 +8,7 @@ import compress
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.opening import open_model
 from compress.errors import TargetError
-from compress.pipeline.resolve import resolve
+from compress.pipeline.resolve import resolve_passes
 
 NATIVE = FORMATS["native"]
 
@@ -20,7 +20,7 @@ def opened(pico):
 
 def chosen(opened, step):
     """The linears that a pass works on."""
-    [(_, _, names)], _ = resolve([step], opened, NATIVE)
+    [(_, _, names)], _ = resolve_passes([step], opened, NATIVE)
     return names
 
 
@@ -41,7 +41,7 @@ def test_lm_head_may_be_ignored_whatever_the_head_is_called(in_memory, tiny):
     assert chosen(opened, compress.RTN(group_size=16, ignore=["lm_head"])) == opened.linear_names()
     assert chosen(opened, compress.RTN(group_size=16, ignore=["decoder"])) == opened.linear_names()
     with pytest.raises(TargetError, match="the output head cls.predictions.decoder and the embedding .* are tied"):
-        resolve([compress.RTN(group_size=16, targets=["decoder"])], opened, NATIVE)
+        resolve_passes([compress.RTN(group_size=16, targets=["decoder"])], opened, NATIVE)
 
 
 def test_ignoring_the_head_does_not_hide_an_impossible_order():
@@ -107,11 +107,11 @@ def test_overrides_follow_the_same_rules(opened):
         group_size=32,
         overrides={"lm_head": {"weights": "none"}, "down_proj": {"weights": "int8"}, "q_proj": {"weights": "none"}},
     )
-    [(_, own, names)], _ = resolve([step], opened, NATIVE)
+    [(_, own, names)], _ = resolve_passes([step], opened, NATIVE)
     assert "q_proj" not in leaves(names) and len(own.overrides) == 2
     assert own.for_layer("model.layers.1.mlp.down_proj").weights == "int8"
     whole = compress.RTN(targets="down_proj", group_size=32, overrides={"Linear": {"weights": "int8"}})
-    [(_, own, _)], _ = resolve([whole], opened, NATIVE)
+    [(_, own, _)], _ = resolve_passes([whole], opened, NATIVE)
     assert own.for_layer("model.layers.1.mlp.down_proj").weights == "int8"
 
 
@@ -146,4 +146,4 @@ def test_the_model_that_results_is_that_of_the_full_patterns(pico_model, pico, t
 )
 def test_patterns_that_choose_no_linear(opened, step, message):
     with pytest.raises(TargetError, match=message):
-        resolve([compress.RTN(group_size=32, **step)], opened, NATIVE)
+        resolve_passes([compress.RTN(group_size=32, **step)], opened, NATIVE)

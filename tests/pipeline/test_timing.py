@@ -26,9 +26,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / timings.KEPT
 
 
-def resolved(asked):
-    opened = open_input(asked.model)
-    return opened, resolve(asked.passes, opened, asked.save.target())[0]
+def resolved_on_model(asked):
+    return resolve(asked, open_input(asked.model))
 
 
 def test_rates_by_hand(recipe, texts):
@@ -39,15 +38,15 @@ def test_rates_by_hand(recipe, texts):
         calibration={"source": texts["calibration"], "sequences": 6, "length": 32, "batch": 2},
         eval=Evaluate(perplexity=(texts["test"],), windows=5, length=32),
     )
-    opened, steps = resolved(asked)
-    gptq, signround = (label for label, _, _ in steps)
+    resolved = resolved_on_model(asked)
+    gptq, signround = (label for label, _, _ in resolved.steps)
     rates = {
         gptq: Rate(1.0, 0.5),
         signround: Rate(2.0, 0.25, 0.1),
         "capture": Rate(0.1, 0.1),
         "propagate": Rate(1.0),
     }
-    found = predicted(asked, opened, steps, Trial(rates, Forward(2.0, 3.0), Forward(1.0, 3.0)))
+    found = predicted(resolved, Trial(rates, Forward(2.0, 3.0), Forward(1.0, 3.0)))
     assert found.phases == pytest.approx(
         {
             gptq: 3 * (1 + 2 * 0.5),
@@ -63,16 +62,16 @@ def test_rates_by_hand(recipe, texts):
 def test_a_pass_of_few_layers_is_scaled_by_its_weights(recipe):
     """One of three blocks, and of it two of seven linears."""
     asked = recipe(compress.RTN(group_size=32, targets="model.layers.1.self_attn.[qk]_proj"), eval=None)
-    opened, steps = resolved(asked)
-    found = predicted(asked, opened, steps, Trial({steps[0][0]: Rate(1.0)}, Forward(1, 1), Forward(1, 1)))
-    assert found.phases == {steps[0][0]: 1.0}
+    resolved = resolved_on_model(asked)
+    found = predicted(resolved, Trial({resolved.steps[0][0]: Rate(1.0)}, Forward(1, 1), Forward(1, 1)))
+    assert found.phases == {resolved.steps[0][0]: 1.0}
 
 
 def test_a_pass_over_the_whole_model_is_scaled_by_a_forward_pass(recipe):
     asked = recipe(compress.Finetune(epochs=1), eval=None)
-    opened, steps = resolved(asked)
-    found = predicted(asked, opened, steps, Trial({steps[0][0]: Rate(4.0)}, Forward(1.0, 3.0), Forward(1.0, 3.0)))
-    assert found.phases == {steps[0][0]: 4.0 * (3 + 3) / (1 + 3)}
+    resolved = resolved_on_model(asked)
+    found = predicted(resolved, Trial({resolved.steps[0][0]: Rate(4.0)}, Forward(1.0, 3.0), Forward(1.0, 3.0)))
+    assert found.phases == {resolved.steps[0][0]: 4.0 * (3 + 3) / (1 + 3)}
 
 
 def test_trials_are_kept_for_later_plans(recipe, cache, monkeypatch, texts):
@@ -99,8 +98,8 @@ def test_trials_are_kept_for_later_plans(recipe, cache, monkeypatch, texts):
 
 def test_a_trial_runs_one_block_with_few_steps(recipe, texts):
     asked = recipe(compress.SignRound(group_size=32, iterations=500), compress.Distill(train="scales", epochs=1))
-    opened, steps = resolved(asked)
-    bench = Bench.of(asked, opened, steps)
+    bench = Bench.of(resolved := resolved_on_model(asked))
+    opened = resolved.opened
     assert bench.model.config.num_hidden_layers == 1 and opened.model.config.num_hidden_layers == 3
     assert all(".layers.0." in name for _, _, names in bench.steps for name in names)
     seconds, model = bench.run(1, 1)
@@ -133,8 +132,8 @@ def test_a_trial_that_fails_is_no_failure_of_the_plan(recipe, monkeypatch, cache
 
 def test_texts_of_unknown_length_and_tasks_are_not_predicted(recipe):
     asked = recipe(compress.RTN(group_size=32), eval=Evaluate(perplexity=("embedded",), windows=None, tasks=("piqa",)))
-    opened, steps = resolved(asked)
-    found = predicted(asked, opened, steps, Trial({}, Forward(1, 1), Forward(1, 1)))
+    resolved = resolved_on_model(asked)
+    found = predicted(resolved, Trial({}, Forward(1, 1), Forward(1, 1)))
     assert found.unknown == ("the evaluation on all windows of embedded", "the tasks of lm-eval")
 
 

@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 import compress
 from compress.checkpoint.containers.files import file_sha256
 from compress.errors import CompressError, TargetError, VerificationError
+from compress.kernels.dispatch import plain_torch
+from compress.models.forward import logits_of
 from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.pipeline.checkpoint import WORK, open_folder
@@ -95,6 +97,53 @@ def test_logits_that_are_not_a_number_are_not_equal(check, finished):
     reference["logits"][0, 0, 0] = float("nan")
     with pytest.raises(VerificationError, match="differ by up to nan"):
         check(finished, reference=reference)
+
+
+@pytest.fixture(scope="module")
+def quantized_inputs(recipe, tmp_path_factory):
+    """The recipe and the checkpoint of a model whose activations are quantized per token."""
+    asked = recipe(compress.RTN(weights="int8", group_size="channel", activations="int8"))
+    return asked, compress.run(asked, tmp_path_factory.mktemp("w8a8") / "out", progress=False).folder
+
+
+def logits_with_crossed_code(folder, ids):
+    """The logits of a checkpoint whose first layer reads one input a step further, as after another last bit."""
+
+    def cross(module, args):
+        inputs = args[0].clone()
+        token = inputs[0, 3]
+        token[token.abs().argmin()] += token.abs().max() / 127
+        return (inputs,)
+
+    model = compress.load(folder, dtype="float32")[0]
+    with plain_torch(), model.get_submodule("model.layers.0.mlp.up_proj").register_forward_pre_hook(cross):
+        return logits_of(model, ids)
+
+
+def test_a_crossed_code_of_an_activation_is_no_wrong_checkpoint(check, quantized_inputs):
+    asked, folder = quantized_inputs
+    reference = load_file(folder / WORK / "probe.safetensors")
+    crossed = reference | {"logits": logits_with_crossed_code(folder, reference["ids"])}
+    difference = (crossed["logits"] - reference["logits"]).abs().max()
+    assert difference > 1e-3 * reference["logits"].abs().max()  # far more than the last bits of equal arithmetic
+    verified = check(folder, asked, reference=crossed)
+    assert verified.own == pytest.approx(float(difference), rel=0.1)
+    assert check(folder, asked).own <= LOGITS
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "message"),
+    [
+        (f"{LAYER}.weight", lambda codes: codes + (torch.arange(codes.numel()).view(codes.shape) == 7), "the codes of"),
+        ("model.layers.1.input_layernorm.weight", lambda weight: weight * 1.5, "outputs differ by up to"),
+    ],
+)
+def test_a_wrong_checkpoint_with_quantized_activations_is_seen(key, wrong, message, check, quantized_inputs, tmp_path):
+    asked, folder = quantized_inputs
+    damaged = shutil.copytree(folder, tmp_path / "out")
+    change(damaged, key, wrong)
+    with pytest.raises(VerificationError, match=message):
+        check(damaged, asked)
 
 
 def test_a_shard_that_was_cut_off(check, folder):

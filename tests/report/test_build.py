@@ -8,8 +8,9 @@ from safetensors import safe_open
 import compress
 from compress.errors import VerificationError
 from compress.passes.contract.journal import Journal
+from compress.pipeline.finish import finish
+from compress.pipeline.prepare import prepare
 from compress.pipeline.run import compress as work
-from compress.pipeline.run import finish, prepare
 
 # tiny llama: 3 blocks of q, o [32, 32], k, v [16, 32], gate, up [48, 32], down [32, 48]
 WEIGHTS = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)

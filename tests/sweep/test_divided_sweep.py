@@ -11,11 +11,11 @@ import compress
 from compress.errors import NumericError, VerificationError
 from compress.layers.linear import CompressedLinear, linears
 from compress.numerics.metrics import relative_error
-from compress.passes.contract.context import Run
+from compress.passes.contract.journal import Journal
 from compress.passes.contract.processes import ALONE
 from compress.pipeline.divide import own_batches
 from compress.pipeline.engine import Memory, engine
-from compress.pipeline.resolve import resolve
+from compress.pipeline.resolve import resolve, run_of
 from compress.pipeline.sources import in_memory
 
 G = {"group_size": 16}
@@ -47,11 +47,11 @@ SEARCHED = {"awq, gptq", "smoothquant, searched", "gptq, lorc", "signround", "om
 def swept(model, ids, passes, processes=ALONE):
     """The model after the passes, in one of some processes."""
     opened = in_memory(model)
-    run = Run(opened.device, opened.dtype, processes=processes)
-    steps, _ = resolve(passes, opened, run.format)
-    run.calibration = ids
+    asked = compress.Recipe(model="pico", passes=passes, save={"format": "native"}, eval=None)
+    resolved = resolve(asked, opened)
+    run = run_of(resolved, Journal(), processes=processes, calibration=ids)
     with torch.no_grad():
-        engine(steps, opened, own_batches(ids, 4, processes), ids[:1], run, Memory())
+        engine(resolved, own_batches(ids, 4, processes), ids[:1], run, Memory())
     return opened.model, [(e.where, e.message) for e in run.journal.entries]
 
 

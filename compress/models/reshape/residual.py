@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -19,6 +19,8 @@ from compress.numerics.metrics import relative_error
 
 LOGITS_TOLERANCE = 1e-4  # relative, float32, whole model: a valid permutation gives 1e-6, an invalid one more than 1e-2
 CUT_TOLERANCE = 1e-2  # relative, in the model's dtype: half precision rounds to 5e-3, a wrong cut gives over 1e-1
+
+REROUTED = 16  # one token of so many may be routed to other experts
 
 FORMS = ("weight", "1 + weight")
 """How norms use their weight."""
@@ -91,7 +93,7 @@ def cut_hidden_channels(
     for form in FORMS:
         more = {n: small[n] * grown if form == "weight" else (1 + small[n]) * grown - 1 for n in norms}
         new = build(model, config, small | more)
-        error = relative_error(logits_of(new, ids), expected)
+        error = _error_of_most_tokens(logits_of(new, ids), expected)
         if error < CUT_TOLERANCE:
             return new
     raise ModelError(
@@ -99,3 +101,16 @@ def cut_hidden_channels(
         f"zero (relative error {error:.2g}): a module other than an RMS norm depends on their number; "
         "leave out the hidden width"
     )
+
+
+def _error_of_most_tokens(
+    logits: Float[Tensor, "batch length vocabulary"], reference: Float[Tensor, "batch length vocabulary"]
+) -> float:
+    """Return the relative error without the sixteenth of the tokens with the largest errors.
+
+    The epsilon of norms and rounding change the scores of a router by about 1e-3, so a token with two equally good
+    experts may get the other one. Its error says nothing about the structure, which concerns all tokens.
+    """
+    squares = (logits.float() - reference.float()).square().flatten(0, -2).sum(1)
+    most = squares.argsort()[: len(squares) - len(squares) // REROUTED]
+    return float((squares[most].sum() / reference.float().flatten(0, -2)[most].square().sum()).sqrt())

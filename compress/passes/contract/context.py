@@ -51,11 +51,12 @@ class PhaseCost:
     device_bytes: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """One run of a recipe.
+    """One run of a recipe, as passes and the sweep see it.
 
-    For passes over the whole model: label is the name of the current pass in errors and the journal.
+    No attribute changes after construction: `at` and `dataclasses.replace` return another value, which shares the
+    journal and the records (`costs`, `training`, `ends`).
 
     Attributes:
         device: the device that computes blocks.
@@ -64,6 +65,7 @@ class Run:
         format: the checkpoint format; a solved layer is converted at once to a form that the format can store.
         sparse: the policy for storing only the kept weights, if the format can.
         costs: seconds and peak memory per phase.
+        label: the name of the current pass in errors and the journal.
         calibration: token ids [sequences, length], or None.
         open_teacher: a context manager that opens the uncompressed model, or another one by its source; the model can
             run inside of the context, and each block is in memory only while it runs.

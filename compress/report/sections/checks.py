@@ -40,4 +40,4 @@ def lines(result: RunResult) -> list[str]:
         checked.append(
             f"reloaded by transformers: outputs differ by at most {verified.transformers:.3g}, weights equal"
         )
-    return checked
+    return checked + [f"failed: {key}: {reason}" for key, reason in result.failed.items()]

@@ -93,7 +93,8 @@ import sys, threading
 from pathlib import Path
 from compress import Recipe
 from compress.passes.contract.journal import Journal
-from compress.pipeline.run import compress, prepare
+from compress.pipeline.prepare import prepare
+from compress.pipeline.run import compress
 
 def anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

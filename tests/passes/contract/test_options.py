@@ -22,7 +22,7 @@ from compress.errors import RecipeError, TargetError
 from compress.layers.linear import CompressedLinear
 from compress.passes.contract.options import OptionError
 from compress.pipeline.plan import plan
-from compress.pipeline.resolve import resolve
+from compress.pipeline.resolve import resolve_passes
 
 DOWN = "model.layers.1.mlp.down_proj"
 UP = "model.layers.1.mlp.up_proj"
@@ -132,7 +132,7 @@ def opened(pico):
 def test_patterns_and_layers_are_checked_against_the_model(opened, overrides, message):
     step = compress.RTN(targets="*.mlp.*", group_size=32, overrides=overrides)
     with pytest.raises(TargetError, match=message):
-        resolve([step], opened, FORMATS["compressed-tensors"])
+        resolve_passes([step], opened, FORMATS["compressed-tensors"])
 
 
 def test_the_plan_the_checkpoint_and_both_readers_follow(recipe, tmp_path):

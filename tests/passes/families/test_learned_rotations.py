@@ -102,8 +102,8 @@ def test_learning_spreads_outliers(pico_model, pico_ids):
                 linear.weight.data[:, [3, 8]] /= 30
     names = linears_of_blocks(pico_model.requires_grad_(False))
     readers = frozenset(name for name in names if not name.endswith(("o_proj", "down_proj")))
-    found, run = Learnable(names, 128, readers, frozenset(), (), lambda name: None), Run(label="here")
-    run.calibration = pico_ids
+    found = Learnable(names, 128, readers, frozenset(), (), lambda name: None)
+    run = Run(label="here", calibration=pico_ids)
     options = RotationLearning(steps=8, batch=6, hold_out=0, ce_weight=0)
     turned = learn_rotations(pico_model, found, options, run).hidden
     curve = run.training["here"]["curve"]

@@ -1,0 +1,77 @@
+"""apply(model, passes): compress a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.checkpoint.save import masked_in
+from compress.checkpoint.saving import guard_saving
+from compress.checkpoint.sources.masks import MaskPolicy
+from compress.checkpoint.sources.packed import with_masks
+from compress.checkpoint.sources.supported import check_supported
+from compress.errors import CalibrationError
+from compress.layers.linear import CompressedLinear
+from compress.models.experts import open_experts
+from compress.models.kinds.recordings import batches, beginning
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.passes import Pass
+from compress.pipeline.engine import Memory, engine
+from compress.pipeline.needs import check_original_given
+from compress.pipeline.resolve import resolve, run_of, teachers
+from compress.pipeline.sources import in_memory
+from compress.pipeline.texts import PROBE_TOKENS, given_ids, probe_without_data
+from compress.recipe.order import check_order
+from compress.recipe.schema import Recipe, Save, read_passes
+
+
+def apply(
+    model: PreTrainedModel,
+    passes: Pass | Sequence[Pass],
+    calibration: Tensor | Mapping[str, Any] | None = None,
+    batch: int = 4,
+    journal: Journal | None = None,
+    teacher: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    masks: MaskPolicy = "keep",
+) -> PreTrainedModel:
+    """Apply passes to a model in memory, in place, and return it. Experts stored as 3-D weights become linears.
+
+    Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
+
+    passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
+    [sequences, length]; for a model that hears recordings a mapping with input_features (or input_values) and labels,
+    as of transformers; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
+    model, for passes that learn from it; by default a copy of the model. tokenizer: provides the mask token, for passes
+    that train a masked language model or compute its loss. masks: 'keep': the zeros of a dense linear with more than a
+    fifth of zeros stay zero; 'forget': they are ordinary weights.
+
+    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
+    missing mask token.
+    """
+    passes = read_passes([passes] if isinstance(passes, Pass) else passes)
+    check_order(passes, begun=any(isinstance(module, CompressedLinear) for module in model.modules()))
+    check_supported(model)
+    guard_saving(model)
+    journal = journal or Journal()
+    for log in open_experts(model):
+        journal.add("note", "model", log)
+    opened = in_memory(model, tokenizer)
+    for log in with_masks(opened, masked_in(model.config), masks).notes:
+        journal.add("note", "model", log)
+    recipe = Recipe.model_construct(model=type(model).__name__, passes=passes, save=Save(format="native"), eval=None)
+    resolved = resolve(recipe, opened)
+    if calibration is None and any(step.requires.data for step in passes):
+        raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
+    ids = None if calibration is None else given_ids(model, calibration)
+    probe = probe_without_data(model, resolved.sample, PROBE_TOKENS) if ids is None else beginning(ids, PROBE_TOKENS)
+    open_original = None if teacher is None else partial(in_memory, teacher)
+    check_original_given(resolved.steps, teacher is not None)
+    services = {"open_teacher": teachers(passes, model, teacher, opened), "open_original": open_original}
+    run = run_of(resolved, journal, calibration=ids, **services)
+    engine(resolved, [] if ids is None else batches(ids, batch), probe, run, Memory())
+    return model

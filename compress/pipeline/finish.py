@@ -1,0 +1,182 @@
+"""Finish a run: reload its checkpoint, verify and evaluate it, and write the report."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.sources.hub import at_commit
+from compress.checkpoint.sources.load import load
+from compress.checkpoint.sources.sentence import pooling_in
+from compress.checkpoint.writer import OUTSIDE
+from compress.data.ids import corpus_sha256
+from compress.errors import one_line
+from compress.evaluate import Results, combine_all, measure_all, measured_of
+from compress.evaluate.base import EvaluationContext
+from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
+from compress.evaluate.gate import quality_error
+from compress.evaluate.result import Predicted, Verification
+from compress.evaluate.store import Store, digest_of
+from compress.numerics.dtypes import dtype_name
+from compress.passes.contract.journal import Journal
+from compress.pipeline.checkpoint import PROBE_FILE, open_folder
+from compress.pipeline.evaluation import measure
+from compress.pipeline.output import WORK
+from compress.pipeline.plan import final_plan, update_plan
+from compress.pipeline.prepare import Job
+from compress.pipeline.provenance import RECIPE_FILE
+from compress.pipeline.sources import open_source
+from compress.pipeline.verify import check_size, verify
+from compress.recipe.evaluation import Evaluate
+from compress.report.card import CardFacts, write_card
+from compress.report.write import write_report
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run: the folder, the content of report.json, and the journal.
+
+    report: empty in all processes of a launcher except rank 0, which writes it.
+    """
+
+    folder: Path
+    report: dict[str, Any]
+    journal: Journal
+
+
+@dataclass
+class Evaluations:
+    """The results of the evaluators of a run; nothing is measured after one that fails.
+
+    Attributes:
+        results: By the role of the model.
+        failed: The reason by the key of the evaluator that failed.
+        error: Its error.
+    """
+
+    results: dict[str, Results] = field(default_factory=lambda: {"base": {}, "compressed": {}})
+    failed: dict[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def measure(self, job: Job, model: PreTrainedModel, context: EvaluationContext) -> None:
+        """Measure a model with all evaluators, and keep the error of one that fails.
+
+        With several processes, an error in the base model is raised: the others wait for its results.
+        """
+        results = self.results[context.role]
+        if self.error is not None:
+            return
+        try:
+            with job.run.phase("evaluate"):
+                measure_all(model, context, job.recipe.eval is not None, results)
+        except Exception as error:
+            if context.role == "base" and job.run.processes.size > 1:
+                raise
+            key = next(key for key, _ in measured_of(context.role) if key not in results)
+            self.failed[key] = f"{type(error).__name__}: {one_line(error)}; what follows was not measured"
+            self.error = error
+
+    def combined(self) -> dict[str, Any]:
+        """Return the values in report.json."""
+        return combine_all(self.results["compressed"], self.results["base"]) | {"failed": self.failed}
+
+
+def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None) -> Result:
+    """Reload the checkpoint, compare it with the computed model, evaluate it, and write the report.
+
+    Only one model is in memory at a time: the computed model is freed first. If an evaluator fails, the report has what
+    was measured before. If that happens, or a limit of `fail_if` is exceeded, `on_failure` receives the report, and the
+    error is raised.
+    """
+    recipe, run, manifest, folder = job.recipe, job.run, job.manifest, job.manifest.folder
+    job.opened.model.to_empty(device="meta")
+    opened, planned = final_plan(job.resolved, job.planned, folder)
+    evaluated, measured = evaluation_context(job), Evaluations()
+    if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
+        with open_source(recipe.model, recipe, opened) as original:
+            measured.measure(job, original, evaluated.of_base())
+    with run.phase("verify"):
+        digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}
+        reference = load_file(folder / WORK / PROBE_FILE)
+        caches = {n: v["sha256"] for entry in manifest.shards.values() for n, v in entry.caches.items()}
+        verified, model = verify(recipe, opened.dtype, folder, digests, reference, run, caches)
+        run.processes.wait()
+        settled = update_plan(planned, manifest.schemes_of(opened), run.format, run.storage)
+        check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
+    results = [result for entry in manifest.shards.values() for result in entry.results]
+    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=reference["ids"], layers=results)
+    measured.measure(job, model, evaluated)
+    del model
+    gc.collect()  # models contain reference cycles
+    layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
+    checkpoint = CheckpointFacts(
+        size=sizes(folder, settled.dense_bytes, settled.checkpoint_bytes, layers),
+        predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
+        verified=Verification(**asdict(verified)),
+        masked=[name for entry in manifest.shards.values() for name in entry.masked],
+    )
+    rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
+    passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
+    reproduce = reproduction(recipe, opened, run, *digests, corpus_sha256(job.ids), job.uses)
+    report = run_result(opened, run, folder, checkpoint, passes, measured.combined(), reproduce)
+    write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
+    write_report(report, folder, manifest.staged)
+    write_card(
+        report, manifest.staged, at_commit(recipe.model, opened.commit), CardFacts.of(job.resolved.steps, opened.model)
+    )
+    manifest.publish()
+    result = Result(folder, report.to_json(), run.journal)
+    error = measured.error or quality_error(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
+    if error is not None:
+        if on_failure is not None:
+            on_failure(result.report)
+        raise error
+    return result
+
+
+def assist(job: Job) -> Result:
+    """Compute the share of this process of the evaluation, while rank 0 finishes the run."""
+    recipe, folder, opened = job.recipe, job.manifest.folder, job.opened
+    opened.model.to_empty(device="meta")
+    manifest = open_folder(folder, job.manifest.fingerprint, overwrite=False)  # as rank 0 wrote it
+    evaluated = evaluation_context(replace(job, manifest=manifest))
+    if recipe.eval is not None:
+        with open_source(recipe.model, recipe, opened) as original:
+            measure(original, evaluated.of_base())
+    job.run.processes.wait()  # until the checkpoint is verified
+    if recipe.eval is not None:
+        measure(load(folder, dtype_name(opened.dtype), opened.device, recipe.trust_remote_code)[0], evaluated)
+    return Result(folder, {}, job.run.journal)
+
+
+def evaluation_context(job: Job) -> EvaluationContext:
+    """The texts, settings and kept results of an evaluation. Results depend on the bytes of the checkpoint."""
+    settings, fit = job.recipe.eval or Evaluate(), job.planned.fit
+    assert fit is not None
+    digests = sorted(entry.sha256 for entry in job.manifest.shards.values())
+    store = Store(
+        job.manifest.folder / WORK / "evaluation",
+        digest_of(digests, dtype_name(job.opened.dtype)),
+        digest_of(job.opened.fingerprint, dtype_name(job.opened.dtype)),
+        job.run.processes,
+    )
+    return EvaluationContext(
+        job.run,
+        "compressed",
+        job.texts,
+        job.opened.tokenizer,
+        steps=job.resolved.steps,
+        settings=settings,
+        store=store,
+        base=job.recipe.model,
+        pooling=pooling_in(job.opened.processor),
+        copies_bytes=fit.copies_bytes,
+    )

@@ -1,0 +1,127 @@
+"""Prepare a run: open and plan the model, read the texts, and open the output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.checkpoint.sources.hub import at_commit
+from compress.checkpoint.sources.opening import OpenModel
+from compress.data.ids import TextUse, corpus_sha256
+from compress.evaluate.store import digest_of
+from compress.layers.scheme import LayerScheme
+from compress.passes.contract.context import Run, device_of
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.processes import ALONE, Processes
+from compress.pipeline.checkpoint import Manifest, open_folder
+from compress.pipeline.divide import check_divided, check_same_inputs
+from compress.pipeline.output import WORK, check_folder, check_space
+from compress.pipeline.plan import Plan, plan_of
+from compress.pipeline.provenance import UNKNOWN, identity, written
+from compress.pipeline.resolve import ResolvedRecipe, resolve, run_of
+from compress.pipeline.servers import settled_check
+from compress.pipeline.sources import open_original, open_start, open_teacher, take_in_compressed
+from compress.pipeline.texts import calibration_ids, eval_ids
+from compress.recipe.schema import Recipe
+from compress.report.write import sensitivity_of
+from compress.sweep.quantized_embeddings import quantize_embeddings
+
+
+@dataclass(frozen=True)
+class Job:
+    """The inputs of a run, complete before it starts.
+
+    ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
+    stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation. accept: see
+    `Shards`.
+    """
+
+    resolved: ResolvedRecipe
+    run: Run
+    planned: Plan
+    ids: Tensor
+    texts: dict[str, Tensor]
+    manifest: Manifest
+    stated: dict[str, str]
+    uses: tuple[TextUse, ...] = ()
+    accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.resolved.recipe
+
+    @property
+    def opened(self) -> OpenModel:
+        """The model that the passes work on."""
+        return self.resolved.opened
+
+
+def prepare(
+    recipe: Recipe,
+    out: Path,
+    overwrite: bool,
+    journal: Journal,
+    processes: Processes = ALONE,
+    memory_bytes: int | None = None,
+) -> Job:
+    """Open and check the model, targets, texts, output folder and memory, before the run starts.
+
+    The recipe of the job has the calibration batch that fits into the limit of memory.
+    """
+    check_folder(out)
+    opened = open_start(recipe, device_of(recipe.device))
+    for log in opened.notes:
+        journal.add("note", "model", log)
+    sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
+    resolved = resolve(recipe, opened)
+    planned = plan_of(resolved, memory_bytes, strict=True)
+    opened.map_ends()  # the check in the plan has read them
+    assert planned.fit is not None
+    resolved = resolved.with_calibration(batch=planned.fit.batch)
+    recipe = resolved.recipe
+    stated = written(recipe)
+    check_space(out, planned.checkpoint_bytes)
+    for log in planned.notes[len(opened.notes) :]:
+        journal.add("note", "plan", log)
+    run = run_of(
+        resolved,
+        journal,
+        processes=processes,
+        store_bytes=planned.fit.store_bytes,
+        open_teacher=partial(open_teacher, recipe, opened),
+        open_original=partial(open_original, recipe, opened),
+        work=out / WORK / "passes",
+    )
+    accept = settled_check(resolved)
+    quantize_embeddings(opened, run, resolved.steps)
+    evaluated = eval_ids(recipe, opened)
+    texts = {use.text: ids for ids, use in evaluated}
+    with run.phase("calibration text"):
+        ids, uses = calibration_ids(recipe, opened)
+    wanted, code = identity(recipe, opened.fingerprint, corpus_sha256(ids))
+    for key in (key for key, digest in code.items() if digest == UNKNOWN):
+        journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
+    take_in_compressed(opened, run)
+    check_divided(resolved.steps, ids, recipe.calibration.batch, processes)
+    with processes.first_goes_first():
+        manifest = open_folder(out, wanted, overwrite, code)
+    inputs = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
+    inputs["calibration text"] = corpus_sha256(ids)
+    inputs["evaluation text"] = digest_of([corpus_sha256(text) for text in texts.values()])
+    inputs["output folder"] = manifest.state
+    check_same_inputs(inputs, processes)
+    if manifest.complete and (damaged := manifest.damaged()):
+        journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
+        manifest.complete = False
+    run, uses = replace(run, calibration=ids), (*uses, *(use for _, use in evaluated))
+    return Job(resolved, run, planned, ids, texts, manifest, _at_commit(recipe, opened), uses, accept)
+
+
+def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:
+    """The files that state the recipe with the commit of a model of the hub."""
+    return written(recipe.model_copy(update={"model": at_commit(recipe.model, opened.commit)}))

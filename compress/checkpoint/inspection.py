@@ -13,8 +13,8 @@ from torch import nn
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.native import Native
+from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
-from compress.checkpoint.sources.load import load
 from compress.checkpoint.sources.stored import headers_of, opened_file, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.save import check_together, outside_dense
-from compress.checkpoint.sources.opening import OpenModel, read_config
-from compress.checkpoint.sources.packed import open_input, starting_sparsities
+from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ModelError, ShortageError, TargetError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
@@ -165,7 +166,7 @@ def plan(
     if out is not None:
         check_folder(Path(out))
     where = device if time else None
-    opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
+    opened = open_model(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
     planned = plan_of(recipe, opened, None if memory is None else size_of(memory))
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
@@ -261,7 +262,7 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     storage = storage_dtype(recipe, form)
     format_ = recipe.save.target().stored_in(storage)
-    starts, masks, layers = schemes_of(form), starting_sparsities(form), []
+    starts, masks, layers = schemes_of(form), form.weights.sparsities, []
     kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
     ends = [

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.formats.base import StoredLayer
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import CompressError, ModelError, NumericError, TargetError
 from compress.models.experts import open_experts
 from compress.models.reshape.reconfigure import sketch, tensors, with_blocks

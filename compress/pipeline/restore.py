@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from compress.checkpoint.checkpoint import fill, fill_caches
 from compress.checkpoint.codec import ShardEntry
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.load import fill, fill_caches
-from compress.checkpoint.sources.opening import Mapped
 from compress.checkpoint.sources.stored import stored_in
+from compress.checkpoint.tensors import StoredTensors
 from compress.layers.linear import CompressedLinear, linears, renew_linear, replace_linear
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.quantized import SCALES, cache_records
@@ -40,7 +40,7 @@ def restore_block(
     """
     if not entry.is_unchanged(folder):
         return False
-    mapped = Mapped(stored_in(folder / entry.file), dtype, device)
+    mapped = StoredTensors(stored_in(folder / entry.file), dtype, device)
     for name, layer in linears(block.module).items():
         if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
             renew_linear(block.module, name)
@@ -56,7 +56,7 @@ def restore_block(
     return True
 
 
-def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerScheme]) -> None:
+def _assign_dense(block: Block, mapped: StoredTensors, schemes: Mapping[str, LayerScheme]) -> None:
     """Assign the tensors that are stored dense."""
     tensors = mapped.read(list(mapped.files))
     for name, layer in linears(block.module).items():

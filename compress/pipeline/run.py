@@ -15,16 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.checkpoint import masked_in
 from compress.checkpoint.containers.files import told_of_writing, write_text
 from compress.checkpoint.formats.native import Native
-from compress.checkpoint.save import masked_in
+from compress.checkpoint.load import load
+from compress.checkpoint.masks import MaskPolicy, with_masks
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.saving import guard_saving
+from compress.checkpoint.sources.files import pooling_in
 from compress.checkpoint.sources.hub import at_commit
-from compress.checkpoint.sources.load import load
-from compress.checkpoint.sources.masks import MaskPolicy
-from compress.checkpoint.sources.opening import OpenModel
-from compress.checkpoint.sources.packed import Packed, with_masks
-from compress.checkpoint.sources.sentence import pooling_in
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.writer import OUTSIDE
 from compress.data.ids import TextUse, corpus_sha256
@@ -270,7 +269,7 @@ def prepare(
 
 def _take_in_compressed(opened: OpenModel, context: Run) -> None:
     """Convert the layers of a compressed checkpoint to forms that the format can store, each when it is loaded."""
-    if not isinstance(opened.weights, Packed):
+    if not opened.weights.has_layers:
         return
     format_ = context.format
     opened.weights.settle = partial(adapt_block, run=context, dtype=opened.dtype)

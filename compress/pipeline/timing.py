@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from compress.checkpoint.containers.files import write_text
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.untrusted import read_json
 from compress.data.ids import extent
 from compress.data.text_source import as_source

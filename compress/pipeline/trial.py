@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.load import load
 from compress.checkpoint.save import stated_scheme
-from compress.checkpoint.sources.load import load
 from compress.errors import CannotRun, VerificationError, call_foreign
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import layer_of

@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 from compress.checkpoint.containers.files import is_inside
 from compress.checkpoint.containers.gguf import FILE, open_gguf
 from compress.checkpoint.containers.mapped import open_mapped
-from compress.checkpoint.containers.safetensors import Header
+from compress.checkpoint.containers.safetensors import INDEX, Header
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import CannotRun, ModelError, ShortageError, call_foreign
 
-INDEX = "model.safetensors.index.json"
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 
 

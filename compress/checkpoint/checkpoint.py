@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from math import prod
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.skeleton import empty_model, read_config
-from compress.checkpoint.sources.stored import by_owner, headers_of, stored_in, stored_shapes, stored_tensors
+from compress.checkpoint.sources.stored import Place, by_owner, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
-from compress.checkpoint.tensors import Place, Reading, StoredTensors
+from compress.checkpoint.tensors import Reading, StoredTensors
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears, renew_linear, replace_linear, shape_of
@@ -179,7 +178,7 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of config.json and samples of the weights."""
-        return fingerprint_of(self.folder, sorted({path for path, _ in self.stored.values()}))
+        return fingerprint_of(self.folder, sorted({place.path for place in self.stored.values()}))
 
     def skeleton(self) -> PreTrainedModel:
         """Return the model, without weights until they are brought; experts are linears. It is built once."""
@@ -211,7 +210,7 @@ class Checkpoint:
     @cached_property
     def places(self) -> dict[str, Place] | None:
         """File and name of every tensor of the model; None if some are missing or have another shape."""
-        return match(self.skeleton(), self.stored, present=self.packed)
+        return match(self.skeleton(), self.stored, self.packed)
 
     @cached_property
     def dense_names(self) -> list[str]:
@@ -321,7 +320,7 @@ class Checkpoint:
         """
         model = self.skeleton()
         wanted = sum(tensor.numel() for tensor in model.state_dict(keep_vars=True).values())
-        stored = sum(prod(header.shape) for header in headers_of(self.stored).values())
+        stored = sum(place.header.count for place in self.stored.values())
         if self.schemes or wanted > 2 * stored + SMALL_MODEL:
             raise self.lacking()
         tensors = StoredTensors(self.stored, self.dtype, CPU).read_raw(self.stored)
@@ -356,9 +355,8 @@ class Checkpoint:
         if self.dtype is not torch.float32:
             return {}
         files, ends = self.tensors.files, {f"{end.embedding or end.head}.weight": end for end in find_ends(model)}
-        mapped = {name: files[name] for name in ends if name in files and files[name][0].suffix == ".safetensors"}
-        headers = headers_of(mapped)
-        return {name: ends[name] for name in mapped if SAFETENSORS.get(headers[name].dtype) in NARROW}
+        places = {name: files[name] for name in ends if name in files and files[name].path.suffix == ".safetensors"}
+        return {name: ends[name] for name, place in places.items() if SAFETENSORS.get(place.header.dtype) in NARROW}
 
     def map_ends(self, ends: Mapping[str, End]) -> None:
         """Map the weights of `narrow_ends`. If they are mapped already, pages that were read leave the process."""
@@ -414,7 +412,7 @@ def check_finite(prefix: str, tensors: Mapping[str, Tensor], files: Mapping[str,
         if tensor.is_floating_point() and not is_finite(tensor):
             count = int((~torch.isfinite(tensor)).sum())
             full = f"{prefix}.{name}" if prefix else name
-            place = f" ({files[name][0]})" if files and name in files else ""
+            place = f" ({files[name].path})" if files and name in files else ""
             raise ModelError(
                 f"model: {full} holds {count} NaN or infinite weights; the checkpoint is damaged; fetch it again{place}"
             )
@@ -445,7 +443,9 @@ def _schemes_of(
     ends = {end.name: end for end in find_ends(model)}
     shapes = linear_shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
     try:
-        schemes = call_foreign(format_.schemes, quantization, linear_shapes, stored_shapes(stored))
+        schemes = call_foreign(
+            format_.schemes, quantization, linear_shapes, {name: place.header.shape for name, place in stored.items()}
+        )
         for name, scheme in schemes.items():
             if name not in shapes:
                 raise ValueError(f"{name} is no linear of the model")
@@ -558,5 +558,5 @@ def fill(
 
 def _in_file(start: str, files: Mapping[str, Place] | None) -> str:
     """The file of a layer, as an addition to a message."""
-    path = next((path for name, (path, _) in (files or {}).items() if name.startswith(start)), None)
+    path = next((place.path for name, place in (files or {}).items() if name.startswith(start)), None)
     return "" if path is None else f" (in {path})"

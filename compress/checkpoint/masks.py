@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from compress.checkpoint.opened import OpenModel, Weights, mask_from_zeros
-from compress.checkpoint.sources.stored import opened_file
+from compress.checkpoint.sources.stored import read_stored
 from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.models.structure.blocks import Block
 from compress.numerics.sparse.positions import sparsities
@@ -114,9 +114,7 @@ def _mask(opened: OpenModel, name: str, module: nn.Module, recorded: bool) -> Te
     if place is None:
         weight = CompressedLinear.of(module).weight
     else:
-        path, key = place
-        with opened_file(path) as file:
-            weight = file.get_tensor(key)  # mapped, not read
+        weight = read_stored(place)
         rows = max(FEWEST_ROWS, SAMPLED_WEIGHTS // weight.shape[1])
         if not recorded and _share(weight[:: -(-weight.shape[0] // rows)]) <= SHARE / 2:
             return None

@@ -17,11 +17,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from compress.checkpoint.sources.stored import by_file, headers_of, opened_file
+from compress.checkpoint.sources.stored import Place, opened_file
 from compress.errors import ModelError
 from compress.numerics.dtypes import SAFETENSORS
 
-Place = tuple[Path, str]
+Key = tuple[Path, str]
 """A file and the name of a tensor in it."""
 FileStamp = tuple[int, ...]
 """Number of a file on the disk, its size and the time of its last change."""
@@ -76,9 +76,9 @@ class Prefetch:
     def __init__(self, pin: Callable[[Tensor], Tensor] = page_locked) -> None:
         self._pin = pin
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compress-prefetch")
-        self._asked: frozenset[Place] = frozenset()
-        self._pending: Future[dict[Place, Tensor]] | None = None
-        self._ready: dict[Place, Tensor] = {}
+        self._asked: frozenset[Key] = frozenset()
+        self._pending: Future[dict[Key, Tensor]] | None = None
+        self._ready: dict[Key, Tensor] = {}
 
     def start(self, keys_by_file: Mapping[Path, Iterable[str]]) -> None:
         """Begin to read tensors, and return at once. Tensors of an earlier request that were not taken are freed."""
@@ -106,8 +106,8 @@ class Prefetch:
         self._asked -= {(path, key) for key in requested}
         return {key: self._ready.pop((path, key)) for key in requested}
 
-    def _read(self, keys_by_file: Mapping[Path, list[str]]) -> dict[Place, Tensor]:
-        pinned: dict[Place, Tensor] = {}
+    def _read(self, keys_by_file: Mapping[Path, list[str]]) -> dict[Key, Tensor]:
+        pinned: dict[Key, Tensor] = {}
         for path, keys in keys_by_file.items():
             with opened_file(path) as file:
                 for key, tensor in file.get_tensors(keys).items():
@@ -145,7 +145,7 @@ class StoredTensors:
     def __post_init__(self) -> None:
         if self.ahead is None and self.device.type == "cuda":
             self.ahead = Prefetch()
-        self.stamps = {path: stamp_of(path) for path in {path for path, _ in self.files.values()}}
+        self.stamps = {path: stamp_of(path) for path in {place.path for place in self.files.values()}}
 
     def read(self, names: Iterable[str], reading: Reading | None = None) -> dict[str, Tensor]:
         """Read tensors to the device, those of floats in the dtype of computation. Arguments as of `read_raw`."""
@@ -162,7 +162,7 @@ class StoredTensors:
             ModelError: if a file is damaged, missing, or not the one that was opened.
         """
         tensors: dict[str, Tensor] = {}
-        for path, keys in by_file(self.files, names).items():
+        for path, keys in self._by_file(names).items():
             if stamp_of(path) != self.stamps[path]:
                 raise ModelError(
                     f"model: {path} was replaced or changed after it was opened; put the file back and start the same "
@@ -171,6 +171,14 @@ class StoredTensors:
             stored = self._read_file(path, list(dict.fromkeys(keys.values())), reading)
             tensors |= {name: stored[key] for name, key in keys.items()}
         return tensors
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, dict[str, str]]:
+        """Keys in each file by name."""
+        keys_by_file: dict[Path, dict[str, str]] = {}
+        for name in names:
+            place = self.files[name]
+            keys_by_file.setdefault(place.path, {})[name] = place.key
+        return dict(sorted(keys_by_file.items()))
 
     def _read_file(self, path: Path, keys: list[str], reading: Reading | None) -> dict[str, Tensor]:
         """Read tensors of one file. When this returns, copies are complete, so that page-locked memory is free."""
@@ -189,7 +197,7 @@ class StoredTensors:
 
     def ask(self, names: Iterable[str]) -> None:
         """Begin to read tensors: the system, where it has a way to; for an accelerator, also a thread."""
-        keys_by_file = {path: dict.fromkeys(keys.values()) for path, keys in by_file(self.files, names).items()}
+        keys_by_file = {path: dict.fromkeys(keys.values()) for path, keys in self._by_file(names).items()}
         for path, keys in keys_by_file.items():
             with opened_file(path) as file:
                 file.ask(list(keys))
@@ -201,5 +209,5 @@ class StoredTensors:
         if self.device.type != "cpu":
             return set()
         places = {name: self.files[name] for name in names if name in self.files}
-        mapped = {name: place for name, place in places.items() if place[0].suffix == ".safetensors"}  # not GGUF
-        return {name for name, header in headers_of(mapped).items() if SAFETENSORS.get(header.dtype) is self.dtype}
+        mapped = {name: place for name, place in places.items() if place.path.suffix == ".safetensors"}  # not GGUF
+        return {name for name, place in mapped.items() if SAFETENSORS.get(place.header.dtype) is self.dtype}

@@ -33,7 +33,7 @@ FOLDERS = {
     "layers": "what a compressed layer is: `parts/`, `transforms/`, its scheme, `CompressedLinear`, the embedding",
     "models": "`structure/`, `reshape/`, `kinds/` (inputs, loss and agreement of each kind of model), `caches/` of attention",
     "decode": "decoding by traced steps, without Python",
-    "checkpoint": "`formats/` and `containers/` on disk, `sources/` that are opened, loading and saving",
+    "checkpoint": "`Checkpoint` and `CheckpointWriter`, `formats/` and `containers/` on disk, `sources/` of models, the bridge to transformers",
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "data": "texts and calibration batches",
     "passes.contract": "all that an author of a pass imports: the sizes of a pass, observers, options, facts, the journal",
@@ -106,7 +106,6 @@ MANY_IMPORTS: dict[str, str] = {
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""
 MANY_PARAMETERS: dict[str, str] = {
-    "compress.checkpoint.checkpoint:fill": "everything that a layer is read from",
     "compress.data.ids:_chosen": "the options of a text",
     "compress.decode.attention:attend": "the operands of one instruction",
     "compress.decode.products:codes_linear": "the operands of one instruction",

@@ -6,42 +6,42 @@ the model block by block, or all at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
+from compress.checkpoint.layers import StoredLayers, check_finite, fill_caches
 from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.skeleton import empty_model, read_config
-from compress.checkpoint.sources.stored import Place, by_owner, stored_in, stored_tensors
+from compress.checkpoint.sources.stored import Place, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.checkpoint.tensors import Reading, StoredTensors
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
-from compress.layers.linear import CompressedLinear, linears, renew_linear, replace_linear, shape_of
+from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.quantized import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
+from compress.models.caches.quantized import CONFIG_KEY, attentions_with_cache
 from compress.models.caches.scheme import CacheScheme
 from compress.models.computation import compute_dtype, inference_dtype, to_device
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
-from compress.models.tensors import assign, is_finite
+from compress.models.tensors import assign
 from compress.numerics.dtypes import SAFETENSORS
 
 MASKED_KEY = "compress_masked"
@@ -229,35 +229,14 @@ class Checkpoint:
 
     # ---- bringing weights into the model ----
 
-    def block_names(self, block: Block) -> list[str]:
-        """Return the names of all tensors of a block, dense and packed."""
-        prefix = f"{block.name}."
-        dense = [name for name in self.dense_names if name.startswith(prefix)]
-        return [*dense, *self._layer_names(self._inside(prefix))]
+    @cached_property
+    def layers(self) -> StoredLayers:
+        """The stored layers and the dense tensors, which are brought into blocks."""
+        return StoredLayers(self.tensors, self.dense_names, self.format, self.schemes)
 
     def block(self, block: Block, masked: Collection[str] = (), reading: Reading | None = None) -> None:
-        """Bring the tensors of a block into its module, with codes, scales and masks; its linears are renewed.
-
-        Args:
-            masked: linears, by full name, that become compressed linears though their weight is stored dense.
-            reading: the time of waiting for the files is added here.
-
-        Raises:
-            ModelError: for damaged files, and for weights that are NaN or infinite.
-        """
-        prefix = f"{block.name}."
-        for name, layer in linears(block.module).items():
-            if isinstance(layer, CompressedLinear) or prefix + name in masked:
-                renew_linear(block.module, name)
-        tensors = self.tensors.read((name for name in self.dense_names if name.startswith(prefix)), reading)
-        check_finite("", tensors, self.tensors.files)
-        weights = {name: tensors.pop(f"{name}.weight") for name in masked if f"{name}.weight" in tensors}
-        assign(block.module, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
-        self._fill(block.module, prefix, self._inside(prefix), reading)
-        for name, weight in weights.items():
-            layer = block.module.get_submodule(name.removeprefix(prefix))
-            assert isinstance(layer, CompressedLinear)
-            layer.put(weight.T if layer.transposed else weight)
+        """Bring the tensors of a block into its module (`StoredLayers.bring`)."""
+        self.layers.bring(block, masked, reading)
 
     def outside(self, blocks: Collection[Block], reading: Reading, narrow_ends: bool = False) -> dict[str, End]:
         """Bring the tensors outside of the blocks into the model.
@@ -284,12 +263,12 @@ class Checkpoint:
         ends = self.narrow_ends(model) if narrow_ends and self.format is None else {}
         names = [name for name in self.dense_names if not name.startswith(prefixes) and name not in ends]
         tensors = self.tensors.read(names, reading)
-        check_finite("", tensors | self.tensors.read_raw(ends, reading), self.tensors.files)
+        check_finite(tensors | self.tensors.read_raw(ends, reading), self.tensors)
         assign(model, tensors)
         self.map_ends(ends)
         tie(model)
         to_device(model, self.device)
-        self._fill(model, "", schemes)
+        self.layers.fill(model, "", schemes, reading)
         return ends
 
     def fill(self) -> PreTrainedModel:
@@ -298,7 +277,7 @@ class Checkpoint:
             model = self.converted()
         else:
             model, names = self.skeleton(), self.dense_names
-            self._fill(model, "", self.schemes)
+            self.layers.fill(model, "", self.schemes)
             if self.format is not None and keeps_narrow(self.dtype, self.device):
                 weights = self.tensors.read_raw(narrow_weights(model, names))
                 narrow = {name: tensor for name, tensor in weights.items() if tensor.dtype is torch.bfloat16}
@@ -343,8 +322,7 @@ class Checkpoint:
 
     def fill_caches(self, model: PreTrainedModel) -> None:
         """Restore the rounding of keys and values of a model. Raises ModelError."""
-        scales = StoredTensors(self.stored, self.dtype, self.device)
-        fill_caches(model, "", scales.read(name for name in self.stored if name.endswith(SCALES)), self.caches)
+        fill_caches(model, "", self.tensors, self.caches)
 
     def narrow_ends(self, model: PreTrainedModel) -> dict[str, End]:
         """Return the ends by the names of their weights, if these are narrower than float32 in which they are computed.
@@ -362,26 +340,6 @@ class Checkpoint:
         """Map the weights of `narrow_ends`. If they are mapped already, pages that were read leave the process."""
         for name, end in ends.items():
             replace_end(self.skeleton(), end).put(self.tensors.read_raw([name])[name])
-
-    def _inside(self, prefix: str) -> dict[str, LayerScheme]:
-        """The schemes of the layers below a prefix."""
-        return {name: scheme for name, scheme in self.schemes.items() if name.startswith(prefix)}
-
-    def _layer_names(self, layers: Iterable[str]) -> list[str]:
-        """The names of all stored tensors of layers."""
-        return list(chain.from_iterable(by_owner(self.stored, layers).values()))
-
-    def _fill(
-        self, root: nn.Module, prefix: str, schemes: Mapping[str, LayerScheme], reading: Reading | None = None
-    ) -> None:
-        """Bring layers below `root`; with `reading`, their pages are read now, and their floats must be finite."""
-        if self.format is None or not schemes:
-            return
-        tensors = self.tensors.read_raw(self._layer_names(schemes), reading)
-        if reading is not None:
-            wide = {n: t for n, t in tensors.items() if t.is_floating_point() and t.element_size() > 1}
-            check_finite("", wide, self.stored)
-        fill(root, prefix, tensors, schemes, self.format, self.dtype, self.stored)
 
 
 def is_compressed(source: str) -> bool:
@@ -404,18 +362,6 @@ def state_masks(config: PretrainedConfig, names: Collection[str]) -> None:
     vars(config).pop(MASKED_KEY, None)
     if names:
         setattr(config, MASKED_KEY, sorted(names))
-
-
-def check_finite(prefix: str, tensors: Mapping[str, Tensor], files: Mapping[str, Place] | None = None) -> None:
-    """Check that weights are finite. Raises ModelError, which names the tensor and its file."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not is_finite(tensor):
-            count = int((~torch.isfinite(tensor)).sum())
-            full = f"{prefix}.{name}" if prefix else name
-            place = f" ({files[name].path})" if files and name in files else ""
-            raise ModelError(
-                f"model: {full} holds {count} NaN or infinite weights; the checkpoint is damaged; fetch it again{place}"
-            )
 
 
 def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[str, Any]]:
@@ -481,82 +427,3 @@ def _unreadable(key: str, error: Exception) -> ModelError:
     if isinstance(cause, KeyError):
         reason = f"it lacks {cause}, or does not know it"
     return ModelError(f"model: {key} of its config.json cannot be read ({reason})")
-
-
-def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]) -> None:
-    """Restore the rounding of keys and values.
-
-    Args:
-        prefix: precedes the names of modules of `root` in the full names of tensors and caches.
-
-    Raises:
-        ModelError: for a missing or invalid scale, and for an attention that does not exist.
-    """
-    attentions = attentions_with_cache(root)
-    for full, scheme in caches.items():
-        attention = attentions.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "" is the root
-        if attention is None:
-            raise ModelError(
-                f"model: {full} has no cache with keys and values to round; correct config.json, or fetch it again"
-            )
-        scales: list[Tensor | None] = [None, None]
-        for i, (name, static) in enumerate(zip(SCALES, scheme.static, strict=True)):
-            if static:
-                scales[i] = _cache_scale(f"{full}.{name}", tensors)
-        round_cache(attention, scheme, (scales[0], scales[1]))
-
-
-def _cache_scale(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    if name not in tensors:
-        raise ModelError(f"model: {name} is missing; write the checkpoint again")
-    scale = tensors[name].reshape(-1)
-    if scale.numel() != 1 or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
-        raise ModelError(f"model: {name} is {scale.tolist()[:4]}, not one positive number; write the checkpoint again")
-    return scale
-
-
-def fill(
-    root: nn.Module,
-    prefix: str,
-    tensors: Mapping[str, Tensor],
-    schemes: Mapping[str, LayerScheme],
-    format_: Format,
-    dtype: torch.dtype,
-    files: Mapping[str, Place] | None = None,
-    ends: Mapping[str, End] | None = None,
-) -> None:
-    """Replace linears by the compressed linears of a checkpoint.
-
-    Args:
-        prefix: precedes the names of modules of `root` in the full names of tensors and schemes.
-        schemes: schemes of the layers; those that are not below `prefix` are ignored.
-        dtype: dtype of computation; weights stored as floats are cast to it.
-        files: places of the tensors, for messages.
-        ends: ends of `root` by name; None: they are searched.
-
-    Raises:
-        ModelError: for missing or invalid tensors, with the full name.
-    """
-    if ends is None:
-        ends = {} if prefix else {end.name: end for end in find_ends(root)}
-    for full, names in by_owner(tensors, (name for name in schemes if name.startswith(prefix))).items():
-        scheme, start, end = schemes[full], full + ".", ends.get(full)
-        inside = {name.removeprefix(start): tensors[name] for name in names}
-        layer = replace_linear(root, full.removeprefix(prefix)) if end is None else replace_end(root, end)
-        if scheme.shape != layer.shape:
-            here, there = list(layer.shape), list(scheme.shape)
-            raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
-        try:
-            parts, transforms = format_.decode(inside, scheme)
-        except KeyError as error:
-            reason = f"{full} lacks its tensor {error.args[0]}"
-            raise ModelError(f"model: {reason}{_in_file(start, files)}; write the checkpoint again") from error
-        except ValueError as error:
-            raise ModelError(f"model: {start}{error}{_in_file(start, files)}; write the checkpoint again") from error
-        layer.read([part if part.scheme.quantized else part.in_storage(dtype) for part in parts], transforms)
-
-
-def _in_file(start: str, files: Mapping[str, Place] | None) -> str:
-    """The file of a layer, as an addition to a message."""
-    path = next((place.path for name, place in (files or {}).items() if name.startswith(start)), None)
-    return "" if path is None else f" (in {path})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.checkpoint import Checkpoint, fill, fill_caches, state_masks
+from compress.checkpoint.checkpoint import Checkpoint, state_masks
 from compress.checkpoint.formats.native import Native
+from compress.checkpoint.layers import StoredLayers, fill_caches
 from compress.checkpoint.save import compressed_layers, masks_as_zeros, model_tensors
-from compress.checkpoint.sources.stored import by_owner
 from compress.checkpoint.tensors import StoredTensors
 from compress.decode import accelerate_generation
 from compress.errors import ModelError
@@ -97,14 +96,14 @@ class Filling:
         checkpoint, places = self.checkpoint, getattr(model, "hf_device_map", None) or {"": model.device}
         for name, module in self.modules.items():
             _put_back(model, name, module)
-        ends = {end.name: end for end in find_ends(model)}
-        tensors_on = cache(partial(StoredTensors, checkpoint.stored, self.dtype))
-        for name, names in by_owner(checkpoint.stored, checkpoint.schemes).items():
-            tensors = tensors_on(_device_of(name, places)).read_raw(key for key in names if not key.endswith(".bias"))
-            scheme = {name: checkpoint.schemes[name]}
-            fill(model, "", tensors, scheme, NATIVE, self.dtype, checkpoint.stored, ends)
-        scales = [name for name in checkpoint.stored if name.endswith(SCALES)]
-        fill_caches(model, "", tensors_on(model.device).read(scales), self.caches)
+        layers_on: dict[torch.device, list[str]] = {}
+        for name in checkpoint.schemes:
+            layers_on.setdefault(_device_of(name, places), []).append(name)
+        for device, layers in layers_on.items():
+            tensors = StoredTensors(checkpoint.stored, self.dtype, device)
+            StoredLayers(tensors, (), NATIVE, checkpoint.schemes).fill(model, "", layers)
+        scales = StoredTensors(checkpoint.stored, self.dtype, model.device)
+        fill_caches(model, "", scales, self.caches)
         model.requires_grad_(False)
         accelerate_generation(model, compile=False, has_packed_weights=True)
 

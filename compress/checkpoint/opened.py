@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.checkpoint import Checkpoint, check_finite
+from compress.checkpoint.checkpoint import Checkpoint
+from compress.checkpoint.layers import check_finite
 from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.quantized import SCALES
@@ -53,7 +54,7 @@ class Weights:
             ModelError: for damaged files, and for weights that are NaN or infinite.
         """
         if self.checkpoint is None:
-            check_finite(block.name, block.module.state_dict())
+            check_finite({f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()})
             return
         self.checkpoint.block(block, self.masked, self.reading)
         for name, layer in linears(block.module).items():
@@ -67,7 +68,7 @@ class Weights:
     def ask(self, block: Block) -> None:
         """Begin to read everything that is stored of a block."""
         if self.checkpoint is not None:
-            self.checkpoint.tensors.ask(self.checkpoint.block_names(block))
+            self.checkpoint.layers.ask(block)
 
     def release(self, block: Block) -> None:
         """Free the weights of a block if they can be loaded again; the scales of its KV cache stay."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.containers.digests import verify_digests
@@ -100,7 +99,7 @@ class Checkpoint:
     @classmethod
     def open(
         cls,
-        source: str,
+        source: str | Path,
         dtype: str = "auto",
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
@@ -110,7 +109,7 @@ class Checkpoint:
         """Open a model, dense or compressed.
 
         Args:
-            source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file.
+            source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file; a Path is no hub id.
             dtype: dtype of computation: 'auto', 'float32', 'bfloat16' or 'float16'.
             codes: a .gguf file of another program keeps its codes, if they are known; otherwise it is a dense model.
             inference: as the attribute.
@@ -118,8 +117,13 @@ class Checkpoint:
         Raises:
             ModelError: if the source does not exist, or cannot be fetched or converted.
         """
-        folder = checkpoint_of(source) if codes else folder_of(source)
-        return cls(folder, source, dtype, torch.device(device), trust_remote_code, inference)
+        if isinstance(source, Path) and source.suffix != ".gguf":
+            folder = source
+            if not folder.is_dir():
+                raise ModelError(f"model: no folder {folder}")
+        else:
+            folder = checkpoint_of(str(source)) if codes else folder_of(str(source))
+        return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference)
 
     @classmethod
     def of_model(
@@ -194,7 +198,27 @@ class Checkpoint:
         """Scheme of every compressed layer, by name."""
         if self.format is None:
             return {}
-        return _schemes_of(self.skeleton(), self.format, self.stated.quantization, self.stored)
+        model = self.skeleton()
+        linear_shapes = {name: shape_of(module) for name, module in linears(model).items()}
+        ends = {end.name: end for end in find_ends(model)}
+        shapes = linear_shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
+        try:
+            schemes = call_foreign(
+                self.format.schemes,
+                self.stated.quantization,
+                linear_shapes,
+                {name: place.header.shape for name, place in self.stored.items()},
+            )
+            for name, scheme in schemes.items():
+                if name not in shapes:
+                    raise ValueError(f"{name} is no linear of the model")
+                if scheme.shape != shapes[name]:
+                    here, there = list(shapes[name]), list(scheme.shape)
+                    raise ModelError(f"model: {name} is {there} in the checkpoint, but {here} by its config.json")
+                call_foreign(scheme.check)
+        except (ValueError, CannotRun) as error:
+            raise _unreadable("quantization_config", error) from error
+        return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
 
     @cached_property
     def packed(self) -> set[str]:
@@ -205,7 +229,19 @@ class Checkpoint:
     @cached_property
     def caches(self) -> dict[str, CacheScheme]:
         """Scheme of every quantized KV cache, by the name of the attention."""
-        return _cache_schemes(self.skeleton(), self.stated)
+        record = self.stated.caches
+        try:
+            everywhere = None if self.format is None else call_foreign(self.format.cached, self.stated.quantization)
+            if everywhere is not None:
+                return dict.fromkeys(attentions_with_cache(self.skeleton()), everywhere)
+            if record is not None and not isinstance(record, dict):
+                raise ValueError(f"{CONFIG_KEY} is no object")
+            return {name: call_foreign(CacheScheme.from_json, values) for name, values in (record or {}).items()}
+        except (ValueError, CannotRun) as error:
+            cause = error.cause if isinstance(error, CannotRun) else error
+            if isinstance(cause, ValueError):
+                raise ModelError(f"model: config.json: {cause}") from error
+            raise _unreadable(CONFIG_KEY, error) from error
 
     @cached_property
     def places(self) -> dict[str, Place] | None:
@@ -259,7 +295,7 @@ class Checkpoint:
                 f"model: {self.source} has a quantized {others[0]}, outside of its blocks, where passes do not work; "
                 "start from its dense model"
             )
-        self.fill_caches(model)
+        fill_caches(model, "", self.tensors, self.caches)
         ends = self.narrow_ends(model) if narrow_ends and self.format is None else {}
         names = [name for name in self.dense_names if not name.startswith(prefixes) and name not in ends]
         tensors = self.tensors.read(names, reading)
@@ -286,7 +322,7 @@ class Checkpoint:
             assign(model, self.tensors.read(names))
             tie(model)
             to_device(model, self.device)
-        self.fill_caches(model)
+        fill_caches(model, "", self.tensors, self.caches)
         return model
 
     def converted(self) -> PreTrainedModel:
@@ -319,10 +355,6 @@ class Checkpoint:
             )
         built.generation_config = model.generation_config
         return built.eval().requires_grad_(False).to(self.device)
-
-    def fill_caches(self, model: PreTrainedModel) -> None:
-        """Restore the rounding of keys and values of a model. Raises ModelError."""
-        fill_caches(model, "", self.tensors, self.caches)
 
     def narrow_ends(self, model: PreTrainedModel) -> dict[str, End]:
         """Return the ends by the names of their weights, if these are narrower than float32 in which they are computed.
@@ -380,44 +412,6 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
         return call_foreign(format_.of_config, values), values
     except CannotRun as error:
         raise _unreadable("quantization_config", error) from error
-
-
-def _schemes_of(
-    model: nn.Module, format_: Format, quantization: Mapping[str, Any], stored: Mapping[str, Place]
-) -> dict[str, LayerScheme]:
-    linear_shapes = {name: shape_of(module) for name, module in linears(model).items()}
-    ends = {end.name: end for end in find_ends(model)}
-    shapes = linear_shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
-    try:
-        schemes = call_foreign(
-            format_.schemes, quantization, linear_shapes, {name: place.header.shape for name, place in stored.items()}
-        )
-        for name, scheme in schemes.items():
-            if name not in shapes:
-                raise ValueError(f"{name} is no linear of the model")
-            if scheme.shape != shapes[name]:
-                here, there = list(shapes[name]), list(scheme.shape)
-                raise ModelError(f"model: {name} is {there} in the checkpoint, but {here} by its config.json")
-            call_foreign(scheme.check)
-    except (ValueError, CannotRun) as error:
-        raise _unreadable("quantization_config", error) from error
-    return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
-
-
-def _cache_schemes(model: nn.Module, stated: Statement) -> dict[str, CacheScheme]:
-    record, format_ = stated.caches, stated.format
-    try:
-        everywhere = None if format_ is None else call_foreign(format_.cached, stated.quantization)
-        if everywhere is not None:
-            return dict.fromkeys(attentions_with_cache(model), everywhere)
-        if record is not None and not isinstance(record, dict):
-            raise ValueError(f"{CONFIG_KEY} is no object")
-        return {name: call_foreign(CacheScheme.from_json, values) for name, values in (record or {}).items()}
-    except (ValueError, CannotRun) as error:
-        cause = error.cause if isinstance(error, CannotRun) else error
-        if isinstance(cause, ValueError):
-            raise ModelError(f"model: config.json: {cause}") from error
-        raise _unreadable(CONFIG_KEY, error) from error
 
 
 def _unreadable(key: str, error: Exception) -> ModelError:

@@ -13,7 +13,6 @@ from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
 from compress.checkpoint.sources.skeleton import read_config
 from compress.decode import accelerate_generation
-from compress.errors import ModelError
 from compress.models.computation import compute_dtype, remember_storage
 from compress.numerics.dtypes import dtype_name
 
@@ -31,28 +30,25 @@ def load(
 
     Packed weights stay packed and memory-mapped. A layer that the CPU kernels cover multiplies its codes; any other
     dequantizes its weight in every forward pass. Save such a model with `compress.save`.
-    dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
-    instructions for bfloat16 products, where bfloat16 is several times slower. Where CPU kernels compute a packed
-    bfloat16 model, 'auto' has float32 activations; weights stay as they are stored, and products may round their inputs
-    to bfloat16.
 
-    activations: 'int8' rounds the inputs of layers of integer codes to int8 when they run, with a scale per token and
-    group of the weight (per token where it has no groups), so that kernels multiply integers, as llama.cpp and ONNX
-    Runtime do. None: as the checkpoint states.
+    Args:
+        dtype: dtype of computation. 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor
+            without instructions for bfloat16 products, where bfloat16 is several times slower. Where CPU kernels
+            compute a packed bfloat16 model, 'auto' has float32 activations; weights stay as they are stored, and
+            products may round their inputs to bfloat16.
+        compile: how `generate` decodes. None: on the CPU, by traced steps where this is possible: the operations of the
+            first step run again without Python. True: the same, or by torch.compile with a static cache. False: by
+            transformers.
+        verify: first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
+        activations: 'int8' rounds the inputs of layers of integer codes to int8 when they run, with a scale per token
+            and group of the weight (per token where it has no groups), so that kernels multiply integers, as llama.cpp
+            and ONNX Runtime do. None: as the checkpoint states.
 
-    compile: how `generate` decodes. None: on the CPU, by traced steps where this is possible: the operations of the
-    first step run again without Python. True: the same, or by torch.compile with a static cache. False: by
-    transformers.
-
-    verify: first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
-
-    Raises ModelError for other activations, a folder without a model, an unknown quantization method, and files that
-    are damaged or missing.
+    Raises:
+        ModelError: for other activations, a folder without a model, an unknown quantization method, and files that are
+            damaged or missing.
     """
-    folder, device = Path(folder), torch.device(device)
-    if folder.suffix != ".gguf" and not folder.is_dir():
-        raise ModelError(f"model: no folder {folder}")
-    checkpoint = Checkpoint.open(str(folder), dtype, device, trust_remote_code, inference=True)
+    checkpoint = Checkpoint.open(Path(folder), dtype, device, trust_remote_code, inference=True)
     if verify:
         checkpoint.verify()
     model = checkpoint.fill().eval().requires_grad_(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from compress.checkpoint.checkpoint import Checkpoint
+from compress.checkpoint.layers import fill_caches
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.sources.files import read_processor, read_sentence_files, read_tokenizer
@@ -47,7 +48,7 @@ def open_model(
     if checkpoint.places is None:
         model, weights, ends = checkpoint.converted(), Weights(), {}
         open_experts(model)
-        checkpoint.fill_caches(model)
+        fill_caches(model, "", checkpoint.tensors, checkpoint.caches)
         notes.append(
             "the checkpoint stores tensors under other names or shapes, so transformers loaded the whole model"
         )

@@ -12,7 +12,7 @@ from compress.errors import CompressError as CompressError
 from compress.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from compress.checkpoint.sources.load import load as load
+    from compress.checkpoint.load import load as load
     from compress.passes import PASSES as PASSES
     from compress.pipeline.apply import apply as apply
     from compress.pipeline.convert import export as export
@@ -35,7 +35,7 @@ _HOMES = {
     "Save": "recipe.schema",
     "apply": "pipeline.apply",
     "export": "pipeline.convert",
-    "load": "checkpoint.sources.load",
+    "load": "checkpoint.load",
     "plan": "pipeline.plan",
     "push_to_hub": "pipeline.publish",
     "run": "pipeline.run",

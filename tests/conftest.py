@@ -24,10 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate, Recipe, Save
-from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.data import ids as ids_of
 from compress.data.ids import token_ids
-from compress.models.structure.blocks import find_blocks
 from compress.native.library import library
 from compress.passes.contract.journal import Journal, JournalEntry
 from compress.sweep.capture import ModelShell
@@ -152,8 +151,7 @@ def in_memory():
     """in_memory(model) -> the OpenModel of a model that is in memory."""
 
     def wrap(model) -> OpenModel:
-        first = next(model.parameters())
-        return OpenModel(model, find_blocks(model), InMemory(), None, "test", "", first.device, first.dtype)
+        return OpenModel.in_memory(model, source="test")
 
     return wrap
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.sources.packed import STATED
+from compress.checkpoint.checkpoint import STATED
 
 VALUES: list[Any] = [
     None,

@@ -32,10 +32,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import compress
+from compress.checkpoint.checkpoint import STATED
 from compress.checkpoint.containers.digests import read_digests, verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.inspection import inspect
-from compress.checkpoint.sources.packed import STATED, open_input
+from compress.checkpoint.opening import open_model
 from compress.errors import CompressError
 
 PICO = Path(__file__).parent / "pico" / "model"
@@ -240,7 +241,7 @@ class Fuzzer:
 
 def read_input(folder: Path) -> Any:
     """Open a checkpoint as the model of a recipe, and load its blocks."""
-    opened = open_input(str(folder))
+    opened = open_model(str(folder))
     for block in opened.blocks:
         opened.weights.bring(block)
     return opened

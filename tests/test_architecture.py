@@ -35,7 +35,7 @@ FOLDERS = {
     "layers": "what a compressed layer is: `parts/`, `transforms/`, its scheme, `CompressedLinear`, the embedding",
     "models": "`structure/`, `reshape/`, `kinds/` (inputs, loss and agreement of each kind of model), `caches/` of attention",
     "decode": "decoding by traced steps, without Python",
-    "checkpoint": "`formats/` and `containers/` on disk, `sources/` that are opened, loading and saving",
+    "checkpoint": "`Checkpoint` and `CheckpointWriter`, `formats/` and `containers/` on disk, `sources/` of models, the bridge to transformers",
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "data": "texts and calibration batches",
     "passes.contract": "all that an author of a pass imports: the sizes of a pass, observers, options, facts, the journal",
@@ -94,10 +94,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.pipeline.trial": "tries passes on one block",
     "compress.pipeline.rooflines": "builds the model that a roofline describes from every source",
     "compress.pipeline.verify": "compares a checkpoint with its source through every reader",
-    "compress.pipeline.convert": "converts a checkpoint from every source to every format",
-    "compress.checkpoint.sources.load": "loads a checkpoint of every format",
-    "compress.checkpoint.sources.opening": "opens a model from every source",
-    "compress.checkpoint.sources.packed": "opens a compressed checkpoint as a model to compress",
+    "compress.checkpoint.checkpoint": "everything that a checkpoint states, and its weights in a model",
     "compress.passes.prepare.rotate": "rotates every kind of link of a block",
     "compress.passes.reshape.narrow": "removes channels, heads and experts",
     "compress.passes.families.learned_rotations": "trains rotations of every link of a model",
@@ -114,7 +111,6 @@ MANY_IMPORTS: dict[str, str] = {
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""
 MANY_PARAMETERS: dict[str, str] = {
-    "compress.checkpoint.sources.load:fill": "everything that a layer is read from",
     "compress.data.ids:_chosen": "the options of a text",
     "compress.decode.attention:attend": "the operands of one instruction",
     "compress.decode.products:codes_linear": "the operands of one instruction",
@@ -162,7 +158,7 @@ BROAD = {
     "compress.pipeline.finish:measure": "reports what was measured before an evaluator failed, and raises its error",
     "compress.pipeline.evaluation:reported_on_failure": "reports what was measured whatever happened, and raises on",
     "compress.checkpoint.sources.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
-    "compress.checkpoint.sources.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
+    "compress.checkpoint.sources.files:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.errors:call_foreign": "code of others on any input may raise anything; raised as one CannotRun",
     "compress.checkpoint.containers.files:atomic": "removes the partial file whatever happened, and raises on",
@@ -997,13 +993,13 @@ def test_no_exception_has_outlived_its_reason():
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        (late_imports, "def f():\n    from compress.checkpoint.sources import open_model"),
+        (late_imports, "def f():\n    from compress.checkpoint.opening import open_model"),
         (late_imports, "class A:\n    def f(self):\n        import compress.recipe"),
         (
             lambda tree: upward("compress.numerics.quant.grids", tree),
-            "from compress.checkpoint.sources import OpenModel",
+            "from compress.checkpoint.opened import OpenModel",
         ),
-        (lambda tree: upward("compress.checkpoint.sources.opening", tree), "from compress.pipeline import run"),
+        (lambda tree: upward("compress.checkpoint.opening", tree), "from compress.pipeline import run"),
         (
             lambda tree: upward("compress.sweep.store", tree),
             "if TYPE_CHECKING:\n    from compress.recipe import Recipe",

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.tensors import StoredTensors
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.models.caches.attentions import attentions_with_cache, cache_policies, set_policy
-from compress.models.caches.base import CONFIG_KEY, CachePolicy, read_policy
+from compress.models.caches.base import CONFIG_KEY, CachePolicy, read_policy, tensor_names
 
 
 def read_policies(
@@ -40,20 +41,19 @@ def read_policies(
         raise ModelError(f"model: config.json: {reason}") from error
 
 
-def install_policies(
-    root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], policies: Mapping[str, CachePolicy]
-) -> None:
+def install_policies(root: nn.Module, prefix: str, stored: StoredTensors, policies: Mapping[str, CachePolicy]) -> None:
     """Install cache policies in the attention modules below `root`.
 
     Args:
         prefix: prefix of full names; prefix + name below `root` is the full name.
-        tensors: stored tensors by full name, among them those of `attentions.tensor_names`.
+        stored: stored tensors, among them those of the policies.
         policies: policies by full names of the modules.
 
     Raises:
         ModelError: for a missing or invalid tensor, and for an attention module that does not exist.
     """
-    attentions = attentions_with_cache(root)
+    tensors = stored.read(name for name in tensor_names(policies) if name in stored.files)
+    attentions = attentions_with_cache(root) if policies else {}
     for module_name, policy in policies.items():
         attention = attentions.get(f"{module_name}.".removeprefix(prefix).removesuffix("."))  # "" is the root
         if attention is None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compress.checkpoint.containers.files import file_sha256
 from compress.checkpoint.formats.base import Ends, Format
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import block_tensors, outside_tensors, store_as_planned
-from compress.checkpoint.sources.opening import OpenModel
 from compress.layers.linear import CompressedLinear, linears, scheme_of
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.codec import Outside, ShardContent, ShardEntry
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import outside_state
-from compress.checkpoint.sources.opening import Mapped, OpenModel
 from compress.checkpoint.sources.stored import by_owner, stored_in
+from compress.checkpoint.tensors import StoredTensors
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.attentions import cache_policies, policy_of, set_policy
@@ -56,8 +57,8 @@ def restore_exact(folder: Path, entry: ShardEntry, module: nn.Module, device: to
 
 def read_exact(path: Path, device: torch.device) -> dict[str, Tensor]:
     """Read all tensors of a shard in their stored dtypes."""
-    mapped = Mapped(stored_in(path), torch.float32, device)
-    return mapped.read_raw(list(mapped.files))
+    stored = stored_in(path)
+    return StoredTensors(stored, torch.float32, device).read_raw(stored)
 
 
 def outside_of(opened: OpenModel) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,9 +14,9 @@ from torch import nn
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.native import Native
+from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
-from compress.checkpoint.sources.load import load
-from compress.checkpoint.sources.stored import headers_of, opened_file, stored_in, stored_tensors
+from compress.checkpoint.sources.stored import Place, read_stored, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.layers.linear import CompressedLinear, kind_of
@@ -121,19 +121,19 @@ def inspect(source: str | Path, values: bool = False) -> Inspection:
 
 
 def _inspect_files(
-    source: str, folder: Path, config: Mapping[str, Any], stored: dict[str, tuple[Path, str]], values: bool
+    source: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, Place], values: bool
 ) -> Inspection:
     quantization = config.get("quantization_config")
     stated = quantization if isinstance(quantization, dict) else {}
-    headers, schemes = headers_of(stored), _own_schemes(stated, folder)
+    schemes = _own_schemes(stated, folder)
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):
         module, leaf = _split(name)
-        modules.setdefault(module, {})[leaf] = headers[name]
+        modules.setdefault(module, {})[leaf] = stored[name].header
     found = [_module(name, tensors, stated, schemes.get(name)) for name, tensors in modules.items()]
     zeros, notes = _zeros(folder, found, stored, stated) if values else ({}, [])
     found = [replace(module, zeros=zeros.get(module.name)) for module in found]
-    files = {path.name: path.stat().st_size for path in sorted({path for path, _ in stored.values()})}
+    files = {path.name: path.stat().st_size for path in sorted({place.path for place in stored.values()})}
     return Inspection(source, _method(stated), files, found, [*_cache_notes(config, folder), *notes])
 
 
@@ -196,15 +196,14 @@ def _module(name: str, tensors: Mapping[str, Header], config: Mapping[str, Any],
 
 
 def _zeros(
-    folder: Path, modules: list[Module], stored: Mapping[str, tuple[Path, str]], config: Mapping[str, Any]
+    folder: Path, modules: list[Module], stored: Mapping[str, Place], config: Mapping[str, Any]
 ) -> tuple[dict[str, float], list[str]]:
     """The share of zeros by module, and notes. Layers of formats that compress cannot decode have no share."""
     found: dict[str, float] = {}
     for module in modules:
         place = stored.get(f"{module.name}.weight")
         if module.grid == "dense" and place is not None:
-            with opened_file(place[0]) as file:
-                weight = file.get_tensor(place[1])
+            weight = read_stored(place)
             found[module.name] = 1 - int(weight.count_nonzero()) / max(1, weight.numel())
     coded = [module for module in modules if module.grid != "dense"]
     if not coded or not (folder / "config.json").exists():

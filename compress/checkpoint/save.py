@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from compress.checkpoint.checkpoint import MASKED_KEY
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import NumericError, SaveError, TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.codes import CodesPart
@@ -17,22 +18,6 @@ from compress.layers.scheme import LayerScheme
 from compress.models.experts import Experts
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
-
-MASKED_KEY = "compress_masked"
-"""The entry of config.json that lists the linears whose zeros are pruned weights."""
-
-
-def masked_in(config: PretrainedConfig) -> frozenset[str]:
-    """Remove from a configuration the names of the linears whose zeros are pruned weights, and return them."""
-    names = vars(config).pop(MASKED_KEY, None)
-    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
-
-
-def state_masks(config: PretrainedConfig, names: Collection[str]) -> None:
-    """State in a configuration which linears have pruned weights that no tensor tells, if there are any."""
-    vars(config).pop(MASKED_KEY, None)
-    if names:
-        setattr(config, MASKED_KEY, sorted(names))
 
 
 def masks_as_zeros(model: PreTrainedModel) -> frozenset[str]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from compress.checkpoint.checkpoint import state_masks
 from compress.checkpoint.formats.native import Native
-from compress.checkpoint.save import masks_as_zeros, model_tensors, state_masks
+from compress.checkpoint.save import masks_as_zeros, model_tensors
 from compress.errors import SaveError
 from compress.layers.linear import CompressedLinear
 from compress.models.caches.attentions import cache_policies

@@ -40,11 +40,11 @@ class NativeQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise ModelError for devices between which weights would have to move."""
-        import_module("compress.checkpoint.sources.filling").check_devices(device_map)
+        import_module("compress.checkpoint.filling").check_devices(device_map)
 
     def preprocess_model(self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **kwargs: Any) -> None:
         """Take the weights of compressed linears out of the model, so that transformers does not load them."""
-        filling = import_module("compress.checkpoint.sources.filling")
+        filling = import_module("compress.checkpoint.filling")
         files = [Path(path) for path in checkpoint_files or ()]
         self._filling = filling.Filling.of(model, self.quantization_config.to_dict(), files, dtype)
         super().preprocess_model(model, dtype=dtype, checkpoint_files=checkpoint_files, **kwargs)
@@ -60,7 +60,7 @@ class NativeQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
         """The tensors of format `native` for `save_pretrained`. Raises SaveError for layers that it cannot hold."""
-        state, layers = import_module("compress.checkpoint.sources.filling").native_state(model)
+        state, layers = import_module("compress.checkpoint.filling").native_state(model)
         model.config.quantization_config = NativeConfig(**{**self.quantization_config.to_dict(), "layers": layers})
         return state, {}
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.caches import policy_entries, stated_policy
+from compress.checkpoint.checkpoint import MASKED_KEY
 from compress.checkpoint.codec import Codec, Outside, ShardContent, ShardEntry, layer_schemes
 from compress.checkpoint.containers.digests import write_digests
 from compress.checkpoint.containers.files import RESUMES, reason_of, write_json, write_text
-from compress.checkpoint.containers.safetensors import shard_name, write_shard
+from compress.checkpoint.containers.safetensors import INDEX, shard_name, write_shard
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.save import MASKED_KEY, check_together, dense_linear_names
-from compress.checkpoint.sources.opening import OpenModel
-from compress.checkpoint.sources.stored import INDEX
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.save import check_together, dense_linear_names
 from compress.errors import SaveError
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.inference import copies_within
+from compress.checkpoint.inference import copies_within
 from compress.evaluate.base import EvaluationContext, Evaluator
 from compress.passes.contract.discovery import classes_by_file
 

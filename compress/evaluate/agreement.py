@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.sentence import Pooling
+from compress.checkpoint.sources.files import Pooling
 from compress.data.ids import corpus_sha256
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.sources.sentence import Pooling
+from compress.checkpoint.sources.files import Pooling
 from compress.evaluate.store import Store
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import Step

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.data.ids import TextUse
 from compress.evaluate.result import Predicted, Reproduction, RunResult, Sizes, Verification
 from compress.numerics.dtypes import dtype_name

@@ -18,8 +18,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from compress.checkpoint.load import load
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.load import load
 from compress.errors import ModelError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.save import masked_in
+from compress.checkpoint.checkpoint import masked_in
+from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.saving import guard_saving
-from compress.checkpoint.sources.masks import MaskPolicy
-from compress.checkpoint.sources.packed import with_masks
 from compress.checkpoint.sources.supported import check_supported
 from compress.errors import CalibrationError
 from compress.layers.linear import CompressedLinear

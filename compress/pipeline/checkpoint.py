@@ -20,9 +20,9 @@ from torch import Tensor
 from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry, layer_schemes
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.containers.safetensors import INDEX
 from compress.checkpoint.exact import ExactCodec, restore_exact
-from compress.checkpoint.sources.opening import InMemory, OpenModel
-from compress.checkpoint.sources.stored import INDEX
+from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.writer import OUTSIDE, CheckpointWriter, write_probe
 from compress.errors import OutputError
 from compress.layers.scheme import LayerScheme
@@ -226,7 +226,7 @@ class Shards:
         elif len(segments) > 1 or not segments[0].swept:
             for block in self.opened.blocks:
                 self.opened.bring(block)
-            self.opened.weights = InMemory(self.opened.weights.reading)
+            self.opened.weights = Weights(reading=self.opened.weights.reading)
         self._begin(at, segments[at].last)
         if self.first:
             shutil.rmtree(manifest.staged)  # what a killed run had not finished

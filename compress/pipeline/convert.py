@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.load import load
-from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.load import load
+from compress.checkpoint.opened import OpenModel
 from compress.errors import TargetError, UserError, did_you_mean
 from compress.layers.linear import CompressedLinear, kind_of, linears
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
-from compress.models.structure.blocks import find_blocks
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
@@ -293,7 +292,7 @@ def _in_groups(part: CodesPart | None, target: LayerScheme) -> CodesPart:
 def _rounded_ends(model: PreTrainedModel, tokenizer: Any, form: Format) -> list[Exported]:
     """A line for each dense embedding and head that the format rounds."""
     first, found = next(model.parameters()), []
-    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
+    opened = OpenModel.in_memory(model, tokenizer)
     for name, part in quantized_embeddings(opened, Run(first.device, first.dtype, format=form)).items():
         weight = model.get_parameter(name).detach().double()
         error = float((part.dense(torch.float32).double() - weight).norm() / weight.norm().clamp(min=1e-30))

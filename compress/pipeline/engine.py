@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
 from compress.models.structure.blocks import Block, find_blocks

@@ -14,11 +14,10 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.sources.files import fingerprint_of
+from compress.checkpoint.load import dtype_to_compare, load
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.sources.files import fingerprint_of, pooling_in, read_sentence_files
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.load import dtype_to_compare, load
-from compress.checkpoint.sources.opening import InMemory, OpenModel
-from compress.checkpoint.sources.sentence import pooling_in, read_sentence_files
 from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.vocabulary import first_difference
@@ -32,7 +31,6 @@ from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
 from compress.models.kinds.kinds import Kind, described, is_headless, kind_of
 from compress.models.kinds.objective import objective_of
-from compress.models.structure.blocks import find_blocks
 from compress.models.structure.front import Front, front_if_any
 from compress.passes.contract.context import Run, device_of
 from compress.passes.contract.journal import Journal
@@ -267,9 +265,7 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         ModelError: if it is not or does not.
     """
     check_supported(model)
-    dtype = next(model.parameters()).dtype
-    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", device, dtype)
-    ModelShell(opened).check()
+    ModelShell(OpenModel.in_memory(model, tokenizer, source)).check()
     objective_of(model, tokenizer)
 
 

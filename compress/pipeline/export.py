@@ -16,16 +16,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.checkpoint.codec import FormatCodec, Outside
 from compress.checkpoint.containers.files import reason_of
 from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.load import load
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import store_as_planned, stored_sparsity
 from compress.checkpoint.sources.files import read_processor
-from compress.checkpoint.sources.load import load
-from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.checkpoint.writer import CheckpointWriter
 from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.computation import storage_of
-from compress.models.structure.blocks import Block, find_blocks
+from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
@@ -61,7 +61,7 @@ def save(
     first = next(model.parameters())
     target = FORMATS[format].configured(embedding, head)
     storage = storage_of(model) if dtype == "auto" else DTYPES[dtype]
-    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
+    opened = OpenModel.in_memory(model, tokenizer)
     if model.name_or_path and (source := Path(model.name_or_path)).is_dir():
         opened.processor = read_processor(source)
     _check_outside(opened)

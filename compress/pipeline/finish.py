@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.load import load
+from compress.checkpoint.sources.files import pooling_in
 from compress.checkpoint.sources.hub import at_commit
-from compress.checkpoint.sources.load import load
-from compress.checkpoint.sources.sentence import pooling_in
 from compress.checkpoint.writer import OUTSIDE
 from compress.data.ids import corpus_sha256
 from compress.errors import one_line

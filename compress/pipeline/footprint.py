@@ -1,6 +1,6 @@
 """Estimate the peak memory of a run: the memory of each pass, and of the pipeline.
 
-Only tensors are counted. Weights that are views of a mapped file are not counted (`checkpoint.sources.resident`),
+Only tensors are counted. Weights that are views of a mapped file are not counted (`OpenModel.resident_bytes`),
 because the operating system can free their pages. One block is in memory at a time, unless a pass over the whole model,
 or several sweeps, need all blocks. The estimate computes nothing and reads no weights.
 """
@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.checkpoint.save import outside_dense
-from compress.checkpoint.sources.opening import Mapped
-from compress.checkpoint.sources.resident import held_bytes
-from compress.checkpoint.sources.stored_ends import stored_ends
 from compress.data.ids import extent
 from compress.data.recorded import count_in
 from compress.data.text_source import TextSource, as_source
@@ -175,14 +172,14 @@ class Footprint:
         """Bytes of the original tensors that are in memory; all of them if they are rounded to a narrower dtype."""
         if self.resolved.storage.itemsize < self.itemsize:
             return sum(tensor.nbytes for tensor in tensors.values())
-        return held_bytes(self.opened, tensors)
+        return self.opened.resident_bytes(tensors)
 
     def _unmapped(self) -> dict[str, Tensor]:
         """The tensors outside of the blocks without the embedding and the head if the passes run with mapped ones."""
-        weights = self.opened.weights
-        if not isinstance(weights, Mapped) or not maps_ends(self.recipe):
+        checkpoint = self.opened.weights.checkpoint
+        if checkpoint is None or not maps_ends(self.recipe):
             return self.outside
-        mapped = stored_ends(self.opened.model, weights.files, self.opened.dtype)
+        mapped = checkpoint.narrow_ends(self.opened.model)
         return {name: tensor for name, tensor in self.outside.items() if name not in mapped}
 
     def block_key(self, block: Block) -> tuple[object, ...]:

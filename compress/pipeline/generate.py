@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from compress.checkpoint.load import load
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.load import load
 from compress.errors import ModelError
 from compress.models.kinds.inputs import prompt_length
 from compress.models.kinds.kinds import answers_prompts, described

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.checkpoint.sources.packed import starting_sparsities
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.attentions import attentions_containing
 from compress.models.caches.base import CachePolicy
@@ -54,7 +53,7 @@ def planned_policies(resolved: ResolvedRecipe) -> dict[str, CachePolicy]:
 def facts_of(resolved: ResolvedRecipe) -> ModelFacts:
     """Return the facts of the linears in the blocks, and of the ends that are compressed."""
     form, storage, format_ = resolved.form, resolved.storage, resolved.format
-    starts, masks = schemes_of(form), starting_sparsities(form)
+    starts, masks = schemes_of(form), form.weights.sparsities
     steps = [(where, step, set(names)) for where, step, names in resolved.steps]
     ends = [end.name for end in find_ends(form.model)]
     worked = {*form.linear_names(), *(n for n in ends if not starts[n].plain or any(n in names for *_, names in steps))}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
 from compress.models.kinds.objective import text_config

@@ -16,7 +16,7 @@ from typing import Any
 
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.containers.files import tensor_file_bytes, write_text
-from compress.checkpoint.sources.stored import INDEX
+from compress.checkpoint.containers.safetensors import INDEX
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
 

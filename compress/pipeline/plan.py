@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.save import check_together, outside_dense
-from compress.checkpoint.sources.opening import OpenModel, read_config
-from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ShortageError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
@@ -133,7 +134,7 @@ def plan(
     if out is not None:
         check_folder(Path(out))
     where = device if time else None
-    opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
+    opened = open_model(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
     resolved = resolve(recipe, opened)
     planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
-from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import TextUse, corpus_sha256
 from compress.evaluate.store import digest_of
 from compress.layers.scheme import LayerScheme

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.opening import InMemory, OpenModel
-from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.opened import OpenModel, Weights
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.vocabulary import check_kind, check_teacher
 from compress.errors import ModelError, TargetError
@@ -176,7 +176,7 @@ def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
     model = sketch(opened.model, config)
     if model is None:
         raise ModelError(f"model: transformers {transformers.__version__} cannot build it from its configuration")
-    return replace(opened, model=model, blocks=find_blocks(model), weights=InMemory(opened.weights.reading))
+    return replace(opened, model=model, blocks=find_blocks(model), weights=Weights(reading=opened.weights.reading))
 
 
 def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
@@ -437,7 +437,7 @@ def teachers(
 
     def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
         if other is not None:
-            return open_input(other, device=opened.device, masks="forget").streaming()
+            return open_model(other, device=opened.device, masks="forget").streaming()
         assert known is not None
         return nullcontext(known.eval())
 

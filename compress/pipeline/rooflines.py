@@ -13,15 +13,15 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from compress.checkpoint.sources.inference import (
+from compress.checkpoint.inference import (
     allow_narrow_inputs,
     keeps_narrow,
     narrow_weights,
     put_narrow,
     share_inputs,
 )
-from compress.checkpoint.sources.opening import OpenModel
-from compress.checkpoint.sources.packed import Packed, open_input
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.opening import open_model
 from compress.errors import ModelError, RecipeError
 from compress.layers.linear import linears, renew_linear
 from compress.layers.scheme import LayerScheme
@@ -94,13 +94,13 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     device = None if on == HERE else read_device(on)
     schemes: Mapping[str, LayerScheme]
     if isinstance(subject, Recipe):
-        opened = open_input(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
+        opened = open_model(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
         resolved = resolve(subject, opened)
         form, planned = resolved.form, plan_on(resolved, facts_of(resolved))
         schemes = {p.name: p.scheme for p in planned.layers if not p.scheme.plain}
         stored = {p.name: StoredWeight.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
     else:
-        opened = form = open_input(str(subject), codes=True)
+        opened = form = open_model(str(subject), codes=True)
         schemes, stored = _stored(opened)
     if texts_in_row(opened.model) > 1:
         raise ModelError(f"model: {described(opened.model)}; the roofline is that of a decoder alone")
@@ -190,11 +190,11 @@ def _put_zeros(model: PreTrainedModel, name: str, scheme: LayerScheme, storage: 
 
 def _stored(opened: OpenModel) -> tuple[dict[str, LayerScheme], dict[str, StoredWeight]]:
     """The packed weights of an open checkpoint."""
-    weights = opened.weights
-    if not isinstance(weights, Packed) or weights.format is None:
+    checkpoint = opened.weights.checkpoint
+    if checkpoint is None or (format_ := checkpoint.format) is None:
         return {}, {}
     schemes = {name: scheme for name, scheme in schemes_of(opened).items() if not scheme.plain}
-    return schemes, {n: StoredWeight.of(s, weights.format.size_bytes(s, opened.storage)) for n, s in schemes.items()}
+    return schemes, {n: StoredWeight.of(s, format_.size_bytes(s, opened.storage)) for n, s in schemes.items()}
 
 
 def _side(state: State, dtype: torch.dtype, device: Device, batch: int, context: int) -> Side:

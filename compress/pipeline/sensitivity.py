@@ -19,8 +19,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.load import load
-from compress.checkpoint.sources.opening import fingerprint_of
+from compress.checkpoint.load import load
+from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.stored import weight_files
 from compress.data.ids import model_sample
 from compress.errors import ModelError, RecipeError, TargetError, did_you_mean

@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, TargetError, call_foreign
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme

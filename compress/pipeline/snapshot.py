@@ -13,7 +13,7 @@ from torch import nn
 
 from compress.checkpoint.codec import ShardEntry
 from compress.checkpoint.exact import read_exact, restore_outside, restore_state
-from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.writer import OUTSIDE
 from compress.models.reshape.reconfigure import build, replace_in_place, shapes, sketch
 from compress.models.structure.blocks import find_blocks
@@ -63,7 +63,7 @@ def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
     outside = snapshot.parts[OUTSIDE]
     restore_outside(opened.model, read_exact(folder / outside.file, opened.device), outside.state)
     tie(opened.model)
-    opened.weights = InMemory(opened.weights.reading)
+    opened.weights = Weights(reading=opened.weights.reading)
     return is_reshaped
 
 

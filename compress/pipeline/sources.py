@@ -12,11 +12,10 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.digests import SUMS
-from compress.checkpoint.sources.opening import InMemory, OpenModel
-from compress.checkpoint.sources.packed import Packed, open_input
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.opening import open_model
 from compress.errors import RecipeError
 from compress.layers.scheme import LayerScheme
-from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass
@@ -32,12 +31,12 @@ RECIPE = "recipe.yaml"
 def open_start(recipe: Recipe, device: torch.device) -> OpenModel:
     """Open the model that a run starts with. Raises ModelError."""
     codes, narrow = not recipe.passes, maps_ends(recipe)
-    return open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, codes, narrow)
+    return open_model(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, codes, narrow)
 
 
 def take_in_compressed(opened: OpenModel, run: Run) -> None:
     """Convert the layers of a compressed checkpoint to forms that the format can store, each when it is loaded."""
-    if not isinstance(opened.weights, Packed):
+    if not opened.weights.has_layers:
         return
     format_ = run.format
     opened.weights.settle = partial(adapt_block, run=run, dtype=opened.dtype)
@@ -49,7 +48,7 @@ def take_in_compressed(opened: OpenModel, run: Run) -> None:
 
 
 def maps_ends(recipe: Recipe) -> bool:
-    """Whether embedding and head may stay mapped, in a narrower dtype of their file (`stored_ends`).
+    """Whether embedding and head may stay mapped, in a narrower dtype of their file (`Checkpoint.narrow_ends`).
 
     Not if a pass or a survey computes with the whole model, or if they are rounded: by the format, or to a dtype.
     """
@@ -84,7 +83,7 @@ def open_teacher(
 def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
     """Open the uncompressed model in the dtype of `opened`. Raises ModelError."""
     dtype = str(opened.dtype).removeprefix("torch.")
-    return open_input(original_of(recipe.model), dtype, opened.device, recipe.trust_remote_code, masks="forget")
+    return open_model(original_of(recipe.model), dtype, opened.device, recipe.trust_remote_code, masks="forget")
 
 
 def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractContextManager[PreTrainedModel]:
@@ -92,14 +91,11 @@ def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractConte
 
     The time in which it waits for the disk is added to that of `opened`.
     """
-    found = open_input(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget")
+    found = open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget")
     found.weights.reading = opened.weights.reading
     return found.streaming()
 
 
 def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:
-    """A model in memory as an open model."""
-    first = next(model.parameters())
-    return OpenModel(
-        model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
-    )
+    """Open a model in memory, under the name of its class."""
+    return OpenModel.in_memory(model.eval(), tokenizer, type(model).__name__)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled

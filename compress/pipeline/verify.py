@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.load import load
+from compress.checkpoint.load import load
 from compress.errors import CannotRun, VerificationError, call_foreign
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import layer_of

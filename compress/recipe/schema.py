@@ -21,9 +21,9 @@ from pydantic import (
     model_validator,
 )
 
+from compress.checkpoint.checkpoint import is_compressed
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.sources.packed import is_compressed
 from compress.errors import RecipeError, did_you_mean
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import DEVICES

@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, ModelError, NumericError, call_foreign
 from compress.models.experts import exercised
 from compress.models.kinds.inputs import shape_of_answer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.layers.linear import CompressedLinear
 from compress.models.structure.ends import End, find_ends, replace_end
 from compress.numerics.metrics import relative_error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.formats.base import Ends
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.models.kinds.objective import text_config
 from compress.models.structure.ends import find_ends

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import in_experts
 from compress.models.kinds.recordings import batches, beginning
-from compress.models.structure.blocks import Block, find_blocks
+from compress.models.structure.blocks import Block
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer, Surveyed
 from compress.passes.contract.observers import Nothing, Observer, without_data
@@ -98,8 +98,7 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
         label: label of the pass.
     """
     assert run.calibration is not None
-    parameter = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", parameter.device, parameter.dtype)
+    opened = OpenModel.in_memory(model)
     ids = run.calibration
     tasks = [SurveyTask(label, survey, names, {})]
     if survey.whole:
@@ -112,9 +111,7 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
             tasks,
             lambda block: block.module,
             lambda block: None,
-            lambda block, label: BlockContext(
-                block, state, run, parameter.dtype, f"{label} survey", run.store_bytes, 0
-            ),
+            lambda block, label: BlockContext(block, state, run, opened.dtype, f"{label} survey", run.store_bytes, 0),
             lambda block, runs: state.enter(block, shell, texts[0], texts[1] if runs else ()),
         )
     report_notes(tasks, allocations, run)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run

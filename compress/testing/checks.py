@@ -14,7 +14,7 @@ from jaxtyping import Float
 from pydantic import ValidationError
 from torch import Tensor
 
-from compress.checkpoint.sources.load import load
+from compress.checkpoint.load import load
 from compress.errors import CompressError, RecipeError, TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.passes.contract.facts import ANY_LAYER, Fact

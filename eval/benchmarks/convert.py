@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 
 
 def main() -> None:

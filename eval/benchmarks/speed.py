@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import compress
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.evaluate.perplexity import perplexity
 
 

@@ -26,7 +26,7 @@ import yaml
 import compress
 from compress import Recipe
 from compress.checkpoint.containers.gguf import INDEX
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.recipe.starts import quantize_data
 
 PEER = Path(__file__).parent / "peer_llamacpp.py"

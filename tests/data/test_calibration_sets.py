@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from compress import Recipe
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.data import ids as ids_of
 from compress.data import sources
 

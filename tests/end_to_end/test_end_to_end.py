@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tolerances import LOGITS
 
 import compress
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.errors import OutputError, RecipeError, TargetError
 from compress.passes.contract.journal import Journal
 

@@ -277,7 +277,7 @@ def test_a_teacher_of_another_kind_or_with_other_labels_is_refused(ids, tiny):
 
 
 def test_the_special_tokens_are_around_every_window(folder, words):
-    opened = compress.checkpoint.sources.opening.open_model(folder("encoder"))
+    opened = compress.checkpoint.opening.open_model(folder("encoder"))
     ids, _ = compress.data.ids.model_sample(opened.model, opened.tokenizer, words, "test", 3, 10)
     assert ids.shape == (3, 10) and ids[:, 0].tolist() == [2] * 3 and ids[:, -1].tolist() == [3] * 3
 

@@ -12,7 +12,7 @@ from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RTN, Distill, SliceGPT, Wanda, cli
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear
 from compress.models.structure.blocks import find_blocks

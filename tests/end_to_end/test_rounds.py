@@ -25,7 +25,7 @@ from compress import (
     MixedPrecision,
     Wanda,
 )
-from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.opening import open_model
 from compress.errors import ModelError, RecipeError, TargetError
 from compress.layers.linear import CompressedLinear, linears
 
@@ -123,7 +123,7 @@ def test_masks_belong_to_the_checkpoint_not_to_the_report(case, ran, tmp_path):
 
 
 def holds_masks(folder):
-    opened = open_input(str(folder))
+    opened = open_model(str(folder))
     for block in opened.blocks:
         opened.bring(block)
         for name, layer in linears(block.module).items():
@@ -361,9 +361,9 @@ def test_the_zeros_of_a_sparse_model_are_masks(sparse, again):
         "9 linears of the model are sparse (50.0% zeros, 2:4)",
     ]
     assert any("model.layers.0.self_attn.q_proj" in text for text in found)
-    opened = open_input(str(sparse))
+    opened = open_model(str(sparse))
     assert compress.plan(again.recipe(sparse, RTN())).layers[0].scheme.quantized
-    assert opened.fingerprint != open_input(str(sparse), masks="forget").fingerprint
+    assert opened.fingerprint != open_model(str(sparse), masks="forget").fingerprint
 
 
 def test_masks_may_be_forgotten(sparse, again):
@@ -394,11 +394,11 @@ def test_few_zeros_are_no_mask(pico, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][:, :20] = 0  # 16%
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    opened = open_input(str(folder))
+    opened = open_model(str(folder))
     assert opened.notes == []
     tensors["model.layers.0.mlp.up_proj.weight"][:100] = 0  # unused channels
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert open_input(str(folder)).notes == []
+    assert open_model(str(folder)).notes == []
 
 
 # The uncompressed model
@@ -429,7 +429,7 @@ def test_logits_of_an_opened_checkpoint(ran, pico_ids):
     ]:
         folder = ran(name, step, format=format_)
         model, _ = compress.load(folder)
-        with torch.no_grad(), open_input(str(folder)).streaming() as streamed:
+        with torch.no_grad(), open_model(str(folder)).streaming() as streamed:
             for _ in range(2):  # blocks are loaded again
                 found = streamed(input_ids=pico_ids[:1]).logits
         with torch.no_grad():
@@ -446,7 +446,7 @@ def test_a_head_of_another_shape_is_refused(ran, tmp_path):
     with pytest.raises(
         ModelError, match=r"lm_head is \[128, 128\] in the checkpoint, but \[1024, 128\] by its config.json"
     ):
-        open_input(str(folder))
+        open_model(str(folder))
 
 
 def test_a_recipe_for_a_model_of_the_hub_must_be_in_order():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.checkpoint.sources.inference import share_inputs
+from compress.checkpoint.inference import share_inputs
 from compress.kernels import dispatch
 from compress.layers.linear import CompressedLinear
 from compress.layers.transforms.rounding import InputRounding

@@ -8,7 +8,7 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.checkpoint.sources.load import load
+from compress.checkpoint.load import load
 from compress.errors import NumericError, RecipeError, TargetError
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS

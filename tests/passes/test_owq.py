@@ -5,7 +5,7 @@ import torch
 from draws import random
 
 import compress
-from compress.checkpoint.sources.load import load
+from compress.checkpoint.load import load
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS

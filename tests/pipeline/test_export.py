@@ -24,7 +24,7 @@ from compress import (
     SmoothQuant,
     Wanda,
 )
-from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.opening import open_model
 from compress.errors import ModelError, OutputError, SaveError, TargetError, UserError, VerificationError
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears
@@ -134,7 +134,7 @@ def test_other_families(family, format_, tiny, ids, tmp_path):
 def test_masks_that_no_tensor_stores_are_listed(applied, pico_ids, pico, tmp_path):
     model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [Wanda(sparsity=0.1)], pico_ids)
     folder = compress.save(model, tmp_path / "out", format="dense")
-    opened = open_input(str(folder))
+    opened = open_model(str(folder))
     assert "pruned by an earlier run" in opened.notes[0]
     opened.weights.bring(opened.blocks[0])
     for name, layer in linears(opened.blocks[0].module).items():

@@ -6,9 +6,8 @@ import torch
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.save import outside_state
-from compress.checkpoint.sources.opening import open_model
-from compress.checkpoint.sources.resident import held_bytes
 from compress.layers.scheme import LayerScheme
 from compress.numerics.linalg import Regularization
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency
@@ -119,9 +118,9 @@ def test_views_of_a_file_are_not_counted(pico, pico_model, in_memory):
     outside = sum(t.numel() for t in outside_state(open_model(str(pico))).values())
     for dtype, held in (("float32", 0), ("bfloat16", 2 * outside)):
         opened = open_model(str(pico), dtype)
-        assert held_bytes(opened, outside_state(opened)) == held
+        assert opened.resident_bytes(outside_state(opened)) == held
     opened = in_memory(pico_model)
-    assert held_bytes(opened, outside_state(opened)) == 4 * outside
+    assert opened.resident_bytes(outside_state(opened)) == 4 * outside
 
 
 def test_weights_that_are_stored_narrower_are_copies(footprint):

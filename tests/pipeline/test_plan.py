@@ -14,7 +14,8 @@ import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.compressed_tensors import CompressedTensors
-from compress.checkpoint.sources.opening import Mapped
+from compress.checkpoint.opened import Weights
+from compress.checkpoint.tensors import StoredTensors
 from compress.errors import RecipeError, TargetError
 from compress.layers.parts.codes import CodesPart
 from compress.numerics.quant.codes import quantize
@@ -121,9 +122,14 @@ def test_every_module_is_listed_with_its_passes(recipe):
 
 def test_no_weight_of_a_block_is_read(recipe, monkeypatch):
     read = []
-    real = Mapped.read_raw
-    monkeypatch.setattr(Mapped, "read_raw", lambda self, names, waited=False: read.extend(names) or real(self, names))
-    monkeypatch.setattr(Mapped, "bring", lambda *_: pytest.fail("a block was brought"))
+    real = StoredTensors.read_raw
+
+    def recorded(self, names, reading=None):
+        read.extend(names := list(names))
+        return real(self, names, reading)
+
+    monkeypatch.setattr(StoredTensors, "read_raw", recorded)
+    monkeypatch.setattr(Weights, "bring", lambda *_: pytest.fail("a block was brought"))
     plan(recipe(Wanda(), GPTQ()))
     assert read and not [name for name in read if ".layers." in name]
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import cli
-from compress.checkpoint.sources.load import load
+from compress.checkpoint.load import load
 from compress.data.ids import model_sample
 from compress.errors import RecipeError, TargetError
 from compress.pipeline.sensitivity import allocate, read_choice, sensitivity

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import compress
 from compress import Recipe
 from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.errors import RecipeError, TargetError
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme

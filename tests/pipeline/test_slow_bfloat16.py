@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import RTN
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.numerics import dtypes
 
 SAID = "the computation is in float32, block by block"

@@ -6,7 +6,7 @@ from torch import nn
 
 import compress
 from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.errors import TargetError
 from compress.pipeline.resolve import resolve_passes
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.data.ids import corpus_sha256, token_ids
 from compress.data.sources import text_sha256
 from compress.errors import CalibrationError

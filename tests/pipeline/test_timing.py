@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import compress
 from compress import Evaluate
-from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.opening import open_model
 from compress.cli import main
 from compress.cli.show import in_words
 from compress.errors import NumericError
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def resolved_on_model(asked):
-    return resolve(asked, open_input(asked.model))
+    return resolve(asked, open_model(asked.model))
 
 
 def test_rates_by_hand(recipe, texts):

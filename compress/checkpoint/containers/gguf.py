@@ -22,6 +22,7 @@ from torch import Tensor
 
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.files import atomic, file_sha256
+from compress.checkpoint.containers.safetensors import Header
 
 FILE = "model.gguf"
 """The file in the folder of a checkpoint."""
@@ -148,12 +149,16 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 class GGUFTensors:
-    """The tensors of a file that `write_gguf` wrote, by their names in transformers, as `safetensors.safe_open` does.
+    """The tensors of a file that `write_gguf` wrote, by their names in transformers, as `MappedTensors` reads them.
 
     Codes are read as the bytes of their blocks; other tensors that were rounded are dequantized.
 
-    Raises ValueError for a file of another program without `SIDECAR`, OSError or other errors of the gguf package for a
-    damaged one.
+    Attributes:
+        headers: dtype and shape of every tensor.
+
+    Raises:
+        ValueError: for a file of another program without `SIDECAR`.
+        Exception: errors of the gguf package for a damaged file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,8 +166,9 @@ class GGUFTensors:
 
         reader = gguf.GGUFReader(path)
         index = self._index(path, reader.get_field(INDEX))
-        found = ((entry_of(index, tensor.name), tensor) for tensor in reader.tensors)
-        self._tensors = {entry.name: (entry, tensor) for entry, tensor in found if entry is not None}
+        tensors = ((entry_of(index, tensor.name), tensor) for tensor in reader.tensors)
+        self._tensors = {entry.name: (entry, tensor) for entry, tensor in tensors if entry is not None}
+        self.headers = {name: self._header(name) for name in self._tensors}
 
     @staticmethod
     def _index(path: Path, field: Any) -> Mapping[str, Any]:
@@ -179,11 +185,7 @@ class GGUFTensors:
             raise ValueError("its names of tensors are no JSON object of objects")
         return found
 
-    def keys(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         """A tensor in the order of the model."""
         entry, stored = self._tensors[name]
         kind = stored.tensor_type.name
@@ -200,30 +202,17 @@ class GGUFTensors:
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by name."""
-        return {name: self.get_tensor(name) for name in names}
+        return {name: self._tensor(name) for name in names}
 
     def ask(self, names: Sequence[str]) -> None:
         """Do nothing: `MappedTensors.ask` asks for pages, and tensors of this file are copies."""
 
-    def get_slice(self, name: str) -> Any:
-        """The shape and dtype of a tensor, by the methods of `safetensors.safe_open`."""
+    def _header(self, name: str) -> Header:
         _, stored = self._tensors[name]
         shape, kind = tuple(reversed([int(n) for n in stored.shape])), stored.tensor_type.name
         if name.endswith(BLOCKS):
-            return _Slice([shape[0], BLOCK_TYPES[kind].row_bytes(shape[1])], "U8")
-        return _Slice(list(shape), "F32" if kind in BLOCK_TYPES else kind)
-
-
-@dataclass(frozen=True)
-class _Slice:
-    shape: list[int]
-    dtype: str
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-    def get_dtype(self) -> str:
-        return self.dtype
+            return Header("U8", (shape[0], BLOCK_TYPES[kind].row_bytes(shape[1])))
+        return Header("F32" if kind in BLOCK_TYPES else kind, shape)
 
 
 @lru_cache(maxsize=2)

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from compress.checkpoint.containers.safetensors import Header
 from compress.numerics.dtypes import SAFETENSORS
 
 GAP = 1 << 20  # tensors at most this many bytes apart share one mapping: few mappings, little that is not needed
@@ -28,23 +28,6 @@ LENGTH = 8  # bytes of the length of the header, at the start of a file
 
 Range = tuple[int, int]
 """The first byte, and the byte after the last."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The dtype, shape and range of a tensor, with the methods of the slices of `safetensors.safe_open`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    range: Range
-
-    def get_dtype(self) -> str:
-        """Its dtype in the spelling of safetensors, such as BF16."""
-        return self.dtype
-
-    def get_shape(self) -> list[int]:
-        """Its shape."""
-        return list(self.shape)
 
 
 def open_mapped(path: Path) -> MappedTensors:
@@ -63,10 +46,16 @@ def _opened(path: Path, *state: int) -> MappedTensors:
 
 
 class MappedTensors:
-    """The tensors of one file, with the methods of `safetensors.safe_open`, and several tensors at once.
+    """The tensors of one file.
 
     A tensor may be written to: the process then has a copy of the page, and the file does not change.
-    Raises SafetensorError, which safetensors' own check of the header raises, and OSError.
+
+    Attributes:
+        headers: dtype and shape of every tensor.
+
+    Raises:
+        SafetensorError: for an invalid header.
+        OSError: for a file that cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,58 +68,44 @@ class MappedTensors:
             length = int.from_bytes(opened.read(LENGTH), "little")
             header: Mapping[str, Any] = json.loads(opened.read(length))
         start = LENGTH + length
-        self._slices: dict[str, Slice] = {}
-        for entry, name in ((header[name], name) for name in names):
-            first, after = entry["data_offsets"]
-            self._slices[name] = Slice(entry["dtype"], tuple(entry["shape"]), (start + first, start + after))
-
-    def keys(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._slices)
-
-    def get_slice(self, name: str) -> Slice:
-        """The shape and dtype of a tensor."""
-        return self._slices[name]
-
-    def get_tensor(self, name: str) -> Tensor:
-        """One tensor."""
-        return self.get_tensors([name])[name]
+        self.headers = {name: Header(header[name]["dtype"], tuple(header[name]["shape"])) for name in names}
+        offsets = {name: header[name]["data_offsets"] for name in names}
+        self._ranges = {name: (start + first, start + after) for name, (first, after) in offsets.items()}
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors by name; those that are close to each other in the file share a mapping."""
-        found: dict[str, Tensor] = {}
+        """Return tensors by name; those that are close to each other in the file share a mapping."""
+        views: dict[str, Tensor] = {}
         with self._path.open("rb") as file:
-            for (first, after), members in merged({name: self._slices[name].range for name in names}):
-                found |= self._views(file, first, after, members)
-        return {name: found[name] for name in names}
+            for (first, after), members in merged({name: self._ranges[name] for name in names}):
+                views |= self._views(file, first, after, members)
+        return {name: views[name] for name in names}
 
     def ask(self, names: Iterable[str]) -> None:
         """Ask the system to read the pages of tensors early, where it has a way to; returns at once."""
         if not hasattr(os, "posix_fadvise"):
             return
         with self._path.open("rb") as file:
-            for (first, after), _ in merged({name: self._slices[name].range for name in names}):
+            for (first, after), _ in merged({name: self._ranges[name] for name in names}):
                 os.posix_fadvise(file.fileno(), first, after - first, os.POSIX_FADV_WILLNEED)
 
     def _views(self, file: BinaryIO, first: int, after: int, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors of one range of the file."""
         base = first - first % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(file.fileno(), after - base, access=mmap.ACCESS_COPY, offset=base) if after > first else b""
-        found = {}
+        views = {}
         for name in names:
-            part = self._slices[name]
-            start, end = part.range
-            if part.dtype not in SAFETENSORS:
-                raise SafetensorError(f"{name} has the dtype {part.dtype}, which is not supported")
-            dtype = SAFETENSORS[part.dtype]
+            header, (start, end) = self.headers[name], self._ranges[name]
+            if header.dtype not in SAFETENSORS:
+                raise SafetensorError(f"{name} has the dtype {header.dtype}, which is not supported")
+            dtype = SAFETENSORS[header.dtype]
             if end == start:
-                found[name] = torch.empty(part.shape, dtype=dtype)
+                views[name] = torch.empty(header.shape, dtype=dtype)
                 continue
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=end - start, offset=start - base)
             if start % dtype.itemsize:
                 flat = flat.clone()  # the view must begin at a multiple of the size of a number
-            found[name] = flat.view(dtype).view(part.shape)
-        return found
+            views[name] = flat.view(dtype).view(header.shape)
+        return views
 
 
 def merged(ranges: Mapping[str, Range]) -> list[tuple[Range, list[str]]]:

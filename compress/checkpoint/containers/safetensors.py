@@ -12,6 +12,9 @@ from torch import Tensor
 
 from compress.checkpoint.containers.files import atomic, file_sha256
 
+INDEX = "model.safetensors.index.json"
+"""The file that names the file of every tensor."""
+
 
 @dataclass(frozen=True)
 class Header:

@@ -1,35 +1,38 @@
-"""Files in a model's folder other than its weights: those of its processor, and the fingerprint of all."""
+"""Files in a model's folder other than its weights: tokenizer, processor, sentence-transformers; and a fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
-from compress.checkpoint.sources.untrusted import read_json
-from compress.errors import ModelError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from compress.checkpoint.containers.files import is_inside
+from compress.checkpoint.sources.untrusted import check_tokenizer, read_json, read_json_list
+from compress.errors import ModelError, one_line
 
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a model with images or sound among its inputs; they travel with the checkpoint, unchanged."""
+"""Files of a model with images or sound among its inputs; they are copied to the checkpoint unchanged."""
 
+Pooling = Literal["mean", "first", "last"]
+"""How the embedding of a text is made of the hidden states of its tokens: their mean, or that of one token."""
 
-def read_processor(folder: Path) -> dict[str, str]:
-    """The text of each of `PROCESSOR_FILES` in a folder. Raises ModelError for one that is no JSON."""
-    found = {}
-    for path in (folder / name for name in PROCESSOR_FILES):
-        try:
-            if path.exists():
-                read_json(path)
-                found[path.name] = path.read_text("utf-8")
-        except ValueError as error:
-            raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
-    return found
+MODULES = "modules.json"
+"""The list of modules of sentence-transformers."""
+PLAIN = "*sentence*.json"
+"""Other files of sentence-transformers; one has the name of an architecture in its name."""
+MODES: dict[str, Pooling] = {"pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last"}
 
 
 def fingerprint_of(folder: Path, paths: list[Path]) -> str:
-    """A digest of config.json and of the size and samples of every weight file; the same on every machine."""
+    """Return a digest of config.json and of the size and samples of every weight file; the same on every machine."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in paths:
         size = path.stat().st_size
@@ -41,10 +44,93 @@ def fingerprint_of(folder: Path, paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def stamp_of(path: Path) -> tuple[int, ...]:
-    """What differs if a file is replaced or changed: its number on the disk, its size and the time of its change."""
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Read the tokenizer of a model; None when it has none. Raises ModelError."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not names:
+        return None
+    check_tokenizer(folder)
     try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises Exception itself
+        raise ModelError(
+            f"model: the tokenizer in {folder} ({', '.join(names)}) cannot be read ({one_line(error)}); fetch it again"
+        ) from error
+
+
+def read_processor(folder: Path) -> dict[str, str]:
+    """Return the text of each of `PROCESSOR_FILES` in a folder. Raises ModelError for one that is no JSON."""
+    texts = {}
+    for path in (folder / name for name in PROCESSOR_FILES):
+        try:
+            if path.exists():
+                read_json(path)
+                texts[path.name] = path.read_text("utf-8")
+        except ValueError as error:
+            raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+    return texts
+
+
+def read_sentence_files(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Read the files of sentence-transformers: how hidden states become the embedding of a text.
+
+    Returns:
+        Texts by relative path, which are copied to the checkpoint unchanged, and notes. A folder whose modules have
+        weights of their own has none of them, and a note.
+
+    Raises:
+        ModelError: for a file that cannot be read, or that names a folder elsewhere.
+    """
+    if not (folder / MODULES).exists():
+        return {}, []
+    parts, texts = _modules(folder), {MODULES: (folder / MODULES).read_text("utf-8")}
+    texts |= {path.name: _text(path, folder) for path in sorted(folder.glob(PLAIN))}
+    for part in parts:
+        if not part.is_dir():
+            continue  # such as the folder of a normalization, which has no files
+        others = sorted(path.name for path in part.iterdir() if path.name != "config.json")
+        if others:
+            return {}, [f"{part.name}/{others[0]} of sentence-transformers was not copied, nor {MODULES}; copy them"]
+        if (part / "config.json").exists():
+            texts[f"{part.name}/config.json"] = _text(part / "config.json", folder)
+    return texts, []
+
+
+def pooling_in(files: Mapping[str, str]) -> Pooling:
+    """Return how a model makes embeddings; the mean if none of its files says.
+
+    Args:
+        files: texts by relative path, as `read_sentence_files` returns.
+    """
+    for name, text in files.items():
+        values = json.loads(text) if name.endswith("/config.json") else {}
+        for mode, pooling in MODES.items():
+            if values.get(mode) is True:
+                return pooling
+    return "mean"
+
+
+def _modules(folder: Path) -> list[Path]:
+    """The folders of the modules after the model itself. Raises ModelError for a file that says none."""
+    path = folder / MODULES
+    try:
+        names: list[Any] = [entry.get("path") for entry in read_json_list(path)]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("each of its entries must have the path of a folder in the model's folder")
+        parts = [folder / name for name in names if name]
+        if outside := [part for part in parts if not is_inside(part, folder)]:
+            raise ValueError(f"it names {outside[0].name}, which is outside of the folder")
+    except ValueError as error:
+        raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+    return parts
+
+
+def _text(path: Path, folder: Path) -> str:
+    """The text of a JSON file in a model's folder. Raises ModelError."""
+    try:
+        if not is_inside(path, folder):
+            raise ValueError(f"it is a link to a file outside of {folder}")
+        read_json(path)
+    except ValueError as error:
+        raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+    return path.read_text("utf-8")

@@ -24,7 +24,8 @@ from compress.checkpoint.formats.gguf import GGUF, STORED
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of
 from compress.checkpoint.sources.gguf import made_once
 from compress.checkpoint.sources.gguf_contents import check_keys, check_none_missing, check_none_unread, header_of
-from compress.checkpoint.sources.opening import empty_model, folder_of
+from compress.checkpoint.sources.hub import folder_of
+from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme

@@ -1,4 +1,6 @@
-"""Models of the Hugging Face hub: `name` or `name@revision`, fetched into the cache that transformers uses.
+"""The folder of a model: local, of a .gguf file, or of the Hugging Face hub: `name` or `name@revision`.
+
+Models of the hub are fetched into the cache that transformers uses.
 
 The token (HF_TOKEN, or that of `hf auth login`), HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and proxies are those of the
 library huggingface_hub, which fetches.
@@ -11,6 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from compress.checkpoint.containers.digests import SUMS
+from compress.checkpoint.sources import gguf
 from compress.errors import ModelError, one_line
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md"]  # the last: the license
@@ -57,6 +60,19 @@ def check_revision(source: str) -> None:
             f"model: {source} is no hub id with a revision; write OWNER/NAME@REVISION, where REVISION is a branch, a "
             "tag or a commit"
         )
+
+
+def folder_of(source: str) -> Path:
+    """Return a local folder that holds the model as safetensors; fetch or convert the model if needed."""
+    path = Path(expanduser(source))
+    check_revision(source)
+    if source.endswith(".gguf"):
+        return gguf.as_safetensors(path)
+    if path.is_dir():
+        return path
+    if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
+    return fetch(source)
 
 
 def fetch(source: str) -> Path:

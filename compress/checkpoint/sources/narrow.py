@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.containers.files import write_json
-from compress.checkpoint.sources.stored import headers_of
+from compress.checkpoint.sources.stored import Place
 from compress.checkpoint.sources.untrusted import read_json
 from compress.numerics.dtypes import DTYPES, dtype_name
 
@@ -29,7 +29,7 @@ OWN = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": None}
 """GGUF's names of floats, with the 16-bit dtype that holds them exactly."""
 
 
-def narrow_dtype(folder: Path, stored: Mapping[str, tuple[Path, str]]) -> torch.dtype | None:
+def narrow_dtype(folder: Path, stored: Mapping[str, Place]) -> torch.dtype | None:
     """The 16-bit dtype of a model's matrices; None if one is wider, or if there are several. No weights are read."""
     record = folder / RECORD
     if record.exists():
@@ -38,7 +38,8 @@ def narrow_dtype(folder: Path, stored: Mapping[str, tuple[Path, str]]) -> torch.
         except ValueError:
             log.warning("%s cannot be read; the dtype of the file is not known", record)
             return None
-    kinds = {header.dtype for header in headers_of(stored).values() if len(header.shape) > 1}
+    headers = [place.header for place in stored.values()]
+    kinds = {header.dtype for header in headers if len(header.shape) > 1}
     found = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}
     return found.pop() if len(found) == 1 else None
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from compress.checkpoint.containers.files import is_inside
-from compress.checkpoint.containers.gguf import FILE, open_gguf
-from compress.checkpoint.containers.mapped import open_mapped
-from compress.checkpoint.containers.safetensors import Header
+from compress.checkpoint.containers.gguf import FILE, GGUFTensors, open_gguf
+from compress.checkpoint.containers.mapped import MappedTensors, open_mapped
+from compress.checkpoint.containers.safetensors import INDEX, Header
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import CannotRun, ModelError, ShortageError, call_foreign
 
-INDEX = "model.safetensors.index.json"
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 
 
@@ -54,56 +54,45 @@ def _listed(index: Path, folder: Path) -> list[Path]:
     return [folder / file for file in files]
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for all files of weights of a folder; every file is opened once to check it."""
+class Place(NamedTuple):
+    """A stored tensor: its file, its name there, and its header."""
+
+    path: Path
+    key: str
+    header: Header
+
+
+def stored_tensors(folder: Path) -> dict[str, Place]:
+    """Return every tensor of the files of weights of a folder, by name; every file is opened once to check it."""
     return {name: place for path in weight_files(folder) for name, place in stored_in(path).items()}
 
 
-def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for one safetensors file."""
+def stored_in(path: Path) -> dict[str, Place]:
+    """Return every tensor of one file, by name."""
     with opened_file(path) as file:
-        return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
+        return {name: Place(path, name, header) for name, header in file.headers.items()}
 
 
-def headers_of(files: Mapping[str, tuple[Path, str]]) -> dict[str, Header]:
-    """The header of each of these tensors, by the name that is given for it."""
-    found: dict[str, Header] = {}
-    for path, keys in by_file(files, files).items():
-        with opened_file(path) as file:
-            for name, key in keys.items():
-                part = file.get_slice(key)
-                found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
-    return found
-
-
-def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
-    """The shape of each of these tensors, by the name that is given for it."""
-    return {name: header.shape for name, header in headers_of(files).items()}
+def read_stored(place: Place) -> Tensor:
+    """Read one tensor; it is mapped where its file allows it."""
+    with opened_file(place.path) as file:
+        return file.get_tensors([place.key])[place.key]
 
 
 def by_owner(names: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
-    """The names that lie below each owner, such as the tensors of layers. No owner lies below another one."""
-    found: dict[str, list[str]] = {owner: [] for owner in owners}
+    """Return the names that lie below each owner, such as the tensors of layers. No owner lies below another one."""
+    groups: dict[str, list[str]] = {owner: [] for owner in owners}
     for name in names:
         above = name
         while above := above.rpartition(".")[0]:
-            if above in found:
-                found[above].append(name)
+            if above in groups:
+                groups[above].append(name)
                 break
-    return found
-
-
-def by_file(files: Mapping[str, tuple[Path, str]], names: Iterable[str]) -> dict[Path, dict[str, str]]:
-    """The names in each file of these tensors, by their names in the model."""
-    found: dict[Path, dict[str, str]] = {}
-    for name in names:
-        path, key = files[name]
-        found.setdefault(path, {})[name] = key
-    return dict(sorted(found.items()))
+    return groups
 
 
 @contextmanager
-def opened_file(path: Path) -> Iterator[Any]:
+def opened_file(path: Path) -> Iterator[MappedTensors | GGUFTensors]:
     """Open a safetensors file, memory-mapped, or a GGUF file; ModelError when it is missing, truncated or another."""
     try:
         if path.name == FILE:

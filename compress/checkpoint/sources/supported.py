@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
-import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 from compress.models.kinds.kinds import RECORDED, SUPPORTED, kind_of
-
-
-def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """The transformers class that the configuration names, or a causal language model when it names none."""
-    named = getattr(config, "architectures", None)
-    for name in named if isinstance(named, list) else []:
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
-    mapping = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
-    raise ModelError(
-        f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
-        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
-    )
 
 
 def check_supported(model: PreTrainedModel, where: str = "model") -> None:

@@ -7,7 +7,7 @@ has a limit of size and depth. The numbers of config.json that transformers loop
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -77,22 +77,13 @@ def _read(path: Path) -> Any:
         raise ValueError(f"it is not a valid JSON file: {error}") from error
     except RecursionError as error:
         raise ValueError(f"its values are nested in more than {DEEPEST_JSON} levels") from error
-    if isinstance(value, (dict, list)):
-        _check_depth(value)
-    return value
-
-
-def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEEPEST_JSON):
-        level = [inner for one in level for inner in _children(one) if isinstance(inner, (dict, list))]
-        if not level:
-            return
+    for _ in range(DEEPEST_JSON + 1):
+        containers = [inner for inner in level if isinstance(inner, (dict, list))]
+        if not containers:
+            return value
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
     raise ValueError(f"its values are nested in more than {DEEPEST_JSON} levels")
-
-
-def _children(value: Any) -> Iterator[Any]:
-    yield from value.values() if isinstance(value, dict) else value
 
 
 def check_config(values: Mapping[str, Any], trust_remote_code: bool) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.opening import OpenModel, empty_model, folder_of, read_config
+from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.sources.files import read_tokenizer
+from compress.checkpoint.sources.hub import folder_of
+from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.supported import check_supported
-from compress.checkpoint.sources.tokenizer import read_tokenizer
 from compress.errors import ModelError
 from compress.models.kinds.kinds import HEADLESS, UNKNOWN, kind_of
 from compress.models.kinds.objective import text_config

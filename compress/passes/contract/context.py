@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import Native
-from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import RecipeError
 from compress.layers.parts.codes import CodesPart
 from compress.models.kinds.objective import NEXT_TOKENS, LMObjective

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
-from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.layers.scheme import LayerScheme
@@ -23,7 +23,7 @@ from compress.models.reshape.reconfigure import build, changed, replace_in_place
 from compress.models.reshape.residual import LOGITS_TOLERANCE
 from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, untying, with_own_head
 from compress.models.reshape.widths import Width, hidden_width
-from compress.models.structure.blocks import find_blocks, linears_of_blocks
+from compress.models.structure.blocks import linears_of_blocks
 from compress.models.structure.rewrite import rotate_inputs
 from compress.models.structure.select import ModuleNames, matches, select
 from compress.models.structure.values import head_size, rotate_values
@@ -331,11 +331,10 @@ def _probe(model: PreTrainedModel) -> Tensor:
 
 def _contexts(model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> Iterator[BlockContext]:
     """Yield every block with its input for the probe; after each, run the block in its new state."""
-    parameter = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", parameter.device, parameter.dtype)
+    opened = OpenModel.in_memory(model)
     state = capture_inputs(ModelShell(opened), ids, [], STORE_BYTES, run.work)
     for block in opened.blocks:
         run.journal.add("progress", label, f"values of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, parameter.dtype, label, STORE_BYTES, 0)
+        context = BlockContext(block, state, run, opened.dtype, label, STORE_BYTES, 0)
         yield context
         context.propagate_probe()

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.opened import OpenModel
 from compress.errors import ModelError, TargetError
 from compress.layers.linear import CompressedLinear
 from compress.models.forward import logits_of
@@ -21,7 +21,7 @@ from compress.models.kinds.objective import text_config
 from compress.models.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
 from compress.models.reshape.residual import CUT_TOLERANCE, check_interchangeable, cut_hidden_channels
 from compress.models.reshape.widths import Width, ffn_widths, head_width, hidden_width
-from compress.models.structure.blocks import Block, find_blocks, linears_of_blocks
+from compress.models.structure.blocks import Block, linears_of_blocks
 from compress.models.structure.coupled_channels import CoupledChannels, coupled_ffn_channels, coupled_heads, still_hold
 from compress.models.structure.links import block_signature
 from compress.models.structure.rewrite import rewrite_weight
@@ -247,13 +247,12 @@ def shapes_of(tensor_of: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _contexts(model: PreTrainedModel, run: Run, label: str, kind: str) -> Iterator[BlockContext]:
     """Yield every block with its inputs; after each, run the block in its new state to get the next inputs."""
     assert run.calibration is not None
-    parameter = next(model.parameters())
-    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", parameter.device, parameter.dtype)
+    opened = OpenModel.in_memory(model)
     ids = run.calibration
     state = capture_inputs(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
     for block in opened.blocks:
         run.journal.add("progress", label, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, parameter.dtype, label, run.store_bytes, 0)
+        context = BlockContext(block, state, run, opened.dtype, label, run.store_bytes, 0)
         yield context
         context.propagate()
         context.propagate_probe()

@@ -5,7 +5,7 @@ import torch
 
 import compress
 from compress import RTN
-from compress.checkpoint.sources.inference import copies_within, packed_bytes
+from compress.checkpoint.inference import copies_within, packed_bytes
 from compress.evaluate import EVALUATORS, measure_one
 from compress.evaluate.base import EvaluationContext
 from compress.kernels.dispatch import KERNELS

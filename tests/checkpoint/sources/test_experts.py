@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import compress
-from compress.checkpoint.sources.opening import Mapped, open_model
+from compress.checkpoint.opening import open_model
 from compress.layers.linear import linears
 from compress.models.experts import Experts, exercised, open_experts
 from compress.models.structure.links import find_groups, find_links, fold
@@ -192,7 +192,7 @@ def test_an_expert_that_saw_no_token_is_solved_without_data_and_counted(step, ti
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_streamed_with_its_experts(family, tiny_folder, tiny, ids):
     opened = open_model(tiny_folder(family))
-    assert isinstance(opened.weights, Mapped) and opened.notes == []
+    assert opened.weights.checkpoint is not None and opened.notes == []
     assert f"model.layers.0.mlp.experts.3.{FAMILIES[family][1]}" in opened.linear_names()
     with opened.streaming() as model:
         torch.testing.assert_close(logits(model, ids()), logits(tiny(family), ids()), rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import compress
-from compress.checkpoint.sources.filling import check_devices
+from compress.checkpoint.filling import check_devices
 from compress.errors import CompressError, ModelError
 from compress.layers.linear import CompressedLinear
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tolerances import near
 
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources import gguf as reading
-from compress.checkpoint.sources.opening import open_model
 from compress.errors import ModelError
 
 gguf = pytest.importorskip("gguf")

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.checkpoint.containers.gguf import FILE, SIDECAR
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.opening import folder_of
+from compress.checkpoint.sources.hub import folder_of
 from compress.errors import ModelError
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import CompressedEmbedding

@@ -11,8 +11,8 @@ from huggingface_hub import constants, errors
 
 import compress
 from compress import RTN
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.hub import at_commit, commit_of, split_revision
-from compress.checkpoint.sources.opening import open_model
 from compress.errors import ModelError
 
 MAIN, OLD = "a" * 40, "b" * 40

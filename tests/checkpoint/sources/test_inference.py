@@ -74,7 +74,7 @@ def test_saving_again_writes_the_dtype_of_the_checkpoint(packed, tmp_path):
 
 
 def test_evaluation_compares_in_the_dtype_of_the_recipe(packed):
-    from compress.checkpoint.sources.load import dtype_to_compare
+    from compress.checkpoint.load import dtype_to_compare
 
     assert dtype_to_compare(packed, "float16", torch.device("cpu")) == "float16"
     wanted = "bfloat16" if compress.load(packed, dtype="auto")[0].dtype != torch.bfloat16 else "float32"

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.narrow import RECORD, narrow_dtype, record_narrow, rounding_error
-from compress.checkpoint.sources.opening import open_model
 from compress.checkpoint.sources.stored import stored_tensors
 from compress.pipeline.resolve import storage_dtype
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import near
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from compress.checkpoint.sources.opening import InMemory, Mapped, open_model
+from compress.checkpoint.opening import open_model
 from compress.errors import ModelError
 from compress.layers.linear import linears
 from compress.models.structure.blocks import Block
@@ -58,7 +58,7 @@ def test_a_local_folder(pico, ids):
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma2"])
 def test_every_family_opens_mapped_and_computes_the_same(family, tiny_folder, ids):
     opened = open_model(tiny_folder(family))
-    assert isinstance(opened.weights, Mapped) and opened.tokenizer is None
+    assert opened.weights.checkpoint is not None and opened.tokenizer is None
     assert runs_like(opened, tiny_folder(family), ids())
 
 
@@ -124,7 +124,7 @@ def test_names_without_the_base_models_prefix_are_mapped(tiny_folder, tmp_path, 
     retensor(tmp_path, lambda tensors: {name.removeprefix("transformer."): t for name, t in tensors.items()})
     assert "h.0.attn.c_attn.weight" in load_file(tmp_path / "model.safetensors")
     opened = open_model(str(tmp_path))
-    assert isinstance(opened.weights, Mapped) and opened.notes == []
+    assert opened.weights.checkpoint is not None and opened.notes == []
     assert runs_like(opened, tiny_folder("gpt2"), ids())
 
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_transformers_must_convert_is_loaded_whole_with_a_note
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert any(name.endswith(".experts.down_proj") for name in load_file(tmp_path / "model.safetensors"))
     opened = open_model(str(tmp_path))  # the file holds all experts in one tensor, the opened model one by one
-    assert isinstance(opened.weights, InMemory)
+    assert opened.weights.checkpoint is None
     assert "model.layers.1.mlp.experts.1.down_proj" in opened.linear_names()
     assert [log for log in opened.notes if "transformers loaded the whole model" in log]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -147,7 +147,7 @@ def test_a_checkpoint_with_another_name_for_its_head_is_mapped_as_transformers_r
     folder = tiny_folder("gpt-neox")
     assert "embed_out.weight" in load_file(Path(folder) / "model.safetensors")
     opened = open_model(folder)
-    assert isinstance(opened.weights, Mapped) and opened.notes == [] and runs_like(opened, folder, ids())
+    assert opened.weights.checkpoint is not None and opened.notes == [] and runs_like(opened, folder, ids())
 
 
 def test_the_checkpoints_generation_config_is_kept(folder):
@@ -230,9 +230,9 @@ DAMAGES = {
         r"knows no class for model type 'vit'; set trust_remote_code: true to run the model's own code",
     ),
     "no blocks": (lambda f: edit(f / "config.json", num_hidden_layers=0), "has no list of blocks"),
-    "quantized": (
-        lambda f: edit(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-        r"is already quantized; start from the dense model \(compress\.load reads it\)",
+    "unknown quantization": (
+        lambda f: edit(f / "config.json", quantization_config={"quant_method": "zork"}),
+        r"is quantized by 'zork', which compress does not read; start from its dense model",
     ),
     "pickled": (
         pickled,

@@ -7,9 +7,8 @@ import torch
 
 import compress
 from compress import RTN
-from compress.checkpoint.sources.opening import Mapped, open_model
-from compress.checkpoint.sources.packed import open_input
-from compress.checkpoint.sources.prefetch import Prefetch, page_locked
+from compress.checkpoint.opening import open_model
+from compress.checkpoint.tensors import Prefetch, page_locked
 
 
 class Pinned:
@@ -29,8 +28,8 @@ class Pinned:
 def opened_with(pin, source):
     """The open model, with weights that are prefetched."""
     opened = open_model(str(source))
-    assert isinstance(opened.weights, Mapped) and opened.weights.ahead is None
-    opened.weights.ahead = Prefetch(pin)
+    assert opened.weights.checkpoint.tensors.ahead is None
+    opened.weights.checkpoint.tensors.ahead = Prefetch(pin)
     return opened
 
 
@@ -83,8 +82,8 @@ def test_an_error_of_the_thread_is_raised_by_bring_and_only_once(pico):
 
 def test_the_packed_tensors_of_a_checkpoint_are_prefetched(recipe, tmp_path):
     compress.run(recipe(RTN(), eval=None), tmp_path, progress=False)
-    plain, opened = open_input(str(tmp_path)), open_input(str(tmp_path))
-    opened.weights.ahead = Prefetch(pin := Pinned())
+    plain, opened = open_model(str(tmp_path)), open_model(str(tmp_path))
+    opened.weights.checkpoint.tensors.ahead = Prefetch(pin := Pinned())
     for block in opened.blocks:
         opened.bring(block)
         plain.bring(plain.blocks[block.index])

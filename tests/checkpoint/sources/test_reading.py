@@ -7,8 +7,9 @@ import torch
 
 import compress
 from compress import RTN, Wanda
-from compress.checkpoint.sources.opening import Mapped, open_model
-from compress.checkpoint.sources.reading import Reading
+from compress.checkpoint.opened import Weights
+from compress.checkpoint.opening import open_model
+from compress.checkpoint.tensors import Reading
 from compress.models.structure.blocks import Block
 
 
@@ -16,11 +17,11 @@ from compress.models.structure.blocks import Block
 def asked(monkeypatch):
     """The names of blocks in the order in which their pages were asked for, and of those that were brought."""
     found = []
-    bring, ask = Mapped.bring, Mapped.ask
+    bring, ask = Weights.bring, Weights.ask
     monkeypatch.setattr(
-        Mapped, "bring", lambda self, block: [found.append(f"bring {block.index}"), bring(self, block)][1]
+        Weights, "bring", lambda self, block: [found.append(f"bring {block.index}"), bring(self, block)][1]
     )
-    monkeypatch.setattr(Mapped, "ask", lambda self, block: [found.append(f"ask {block.index}"), ask(self, block)][1])
+    monkeypatch.setattr(Weights, "ask", lambda self, block: [found.append(f"ask {block.index}"), ask(self, block)][1])
     return found
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Finetune, Wanda
-from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.opening import open_model
 from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import layer_of
 from compress.layers.parts.dense import DensePart

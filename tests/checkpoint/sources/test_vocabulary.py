@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.sources.opening import open_model, read_tokenizer
+from compress.checkpoint.opening import open_model
+from compress.checkpoint.sources.files import read_tokenizer
 from compress.checkpoint.sources.vocabulary import check_teacher, first_difference
 from compress.errors import ModelError
 

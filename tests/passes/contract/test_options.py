@@ -101,7 +101,7 @@ def test_the_pass_itself_is_checked_before_its_overrides():
 
 @pytest.fixture(scope="module")
 def opened(pico):
-    from compress.checkpoint.sources.opening import open_model
+    from compress.checkpoint.opening import open_model
 
     return open_model(pico)
 

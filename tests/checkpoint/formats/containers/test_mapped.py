@@ -60,9 +60,9 @@ def test_a_tensor_that_begins_at_any_byte(tmp_path):
 def test_writing_to_a_tensor_leaves_the_file_alone(stored):
     path = stored({"a": torch.ones(5000)})
     before = path.read_bytes()
-    changed = MappedTensors(path).get_tensor("a")
+    changed = MappedTensors(path).get_tensors(["a"])["a"]
     changed.zero_()
-    assert path.read_bytes() == before and not changed.any() and MappedTensors(path).get_tensor("a").all()
+    assert path.read_bytes() == before and not changed.any() and MappedTensors(path).get_tensors(["a"])["a"].all()
 
 
 def test_ranges_close_to_each_other_are_one():
@@ -80,9 +80,9 @@ def test_only_what_is_asked_for_is_mapped(stored):
 
     start = data()
     file = MappedTensors(path)
-    little = file.get_tensor("little")
+    little = file.get_tensors(["little"])["little"]
     assert data() - start < BIG / 4
-    big = file.get_tensor("big")
+    big = file.get_tensors(["big"])["big"]
     assert data() - start > BIG / 2
     del big
     assert data() - start < BIG / 4 and little.all()
@@ -107,4 +107,4 @@ def test_a_damaged_file_and_an_unknown_dtype(tmp_path, stored, monkeypatch):
     path = stored({"a": torch.ones(2)})
     monkeypatch.delitem(SAFETENSORS, "F32")
     with pytest.raises(SafetensorError, match="a has the dtype F32, which is not supported"):
-        MappedTensors(path).get_tensor("a")
+        MappedTensors(path).get_tensors(["a"])["a"]

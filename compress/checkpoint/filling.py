@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.caches import install_policies, read_policies, state_policies
+from compress.checkpoint.caches import install_policies, state_policies
+from compress.checkpoint.checkpoint import Checkpoint, state_masks
 from compress.checkpoint.formats.native import Native
-from compress.checkpoint.save import compressed_layers, masks_as_zeros, model_tensors, state_masks
-from compress.checkpoint.sources.load import fill, schemes_of, weights_in_codes
-from compress.checkpoint.sources.matching import lacking, match
-from compress.checkpoint.sources.opening import Mapped
-from compress.checkpoint.sources.stored import by_owner, stored_in
+from compress.checkpoint.layers import StoredLayers
+from compress.checkpoint.save import compressed_layers, masks_as_zeros, model_tensors
+from compress.checkpoint.tensors import StoredTensors
 from compress.decode import accelerate_generation
 from compress.errors import ModelError
 from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.layers.linear import replace_linear
-from compress.layers.scheme import LayerScheme
-from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
+from compress.models.caches.base import CachePolicy, tensor_names
 from compress.models.experts import open_experts
 from compress.models.structure.ends import find_ends, replace_end, tie_recorded
 
@@ -53,15 +50,16 @@ class Unfilled(nn.Module):
 
 @dataclass
 class Filling:
-    """What is left to do when transformers has loaded the other tensors.
+    """What remains to be done when transformers has loaded the other tensors.
 
-    schemes: of the compressed linears. caches: policies by attention module. stored: all tensors of the
-    checkpoint. modules: the compressed linears and embeddings without weights, which are put back.
+    Attributes:
+        caches: cache policies by attention module.
+        modules: compressed linears and embeddings without weights, which are put back.
+        dtype: dtype of computation.
     """
 
-    schemes: dict[str, LayerScheme]
+    checkpoint: Checkpoint
     caches: dict[str, CachePolicy]
-    stored: dict[str, tuple[Path, str]]
     modules: dict[str, nn.Module]
     dtype: torch.dtype
 
@@ -80,48 +78,46 @@ class Filling:
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
         tie_recorded(model)  # transformers ties later, but tied ends are found by their shared weight
-        caches = read_policies(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
-        stored = {name: place for path in files for name, place in stored_in(path).items()}
-        schemes = schemes_of(model, NATIVE, config, stored)
-        packed = weights_in_codes(model, schemes)
-        if match(model, stored, present=packed) is None:
-            raise lacking(model, files[0].parent, stored, packed)
-        modules = _taken(model, schemes)
+        checkpoint = Checkpoint.of_model(model, NATIVE, files, config)
+        caches = checkpoint.caches
+        if checkpoint.places is None:
+            raise checkpoint.lacking()
+        modules = _taken(model, checkpoint)
         for module in model.modules():  # no random weights in the place of those that come later
             if not module._non_persistent_buffers_set:
                 vars(module)["_is_hf_initialized"] = True
-        kinds = {NUMBER.sub(r"\\d+", re.escape(name)) for name in schemes}  # transformers tries each on every name
+        kinds = {NUMBER.sub(r"\\d+", re.escape(name)) for name in checkpoint.schemes}  # transformers tries each on all
         ignored = [rf"^{kind}\.(?!bias$)" for kind in kinds] + [re.escape(name) for name in tensor_names(caches)]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
-        return cls(schemes, caches, stored, modules, dtype or torch.get_default_dtype())
+        return cls(checkpoint, caches, modules, dtype or torch.get_default_dtype())
 
     def fill(self, model: PreTrainedModel) -> None:
         """Fill the compressed linears, each on its device. Raises ModelError."""
-        places = getattr(model, "hf_device_map", None) or {"": model.device}
+        checkpoint, places = self.checkpoint, getattr(model, "hf_device_map", None) or {"": model.device}
         for name, module in self.modules.items():
             _put_back(model, name, module)
-        ends = {end.name: end for end in find_ends(model)}
-        mapped = cache(partial(Mapped, self.stored, self.dtype))
-        for name, names in by_owner(self.stored, self.schemes).items():
-            inside = [key for key in names if not key.endswith(".bias")]
-            held = mapped(_device_of(name, places)).read_raw(inside)
-            fill(model, "", held, {name: self.schemes[name]}, NATIVE, self.dtype, self.stored, ends)
-        names = [name for name in tensor_names(self.caches) if name in self.stored]
-        install_policies(model, "", Mapped(self.stored, self.dtype, model.device).read(names), self.caches)
+        layers_on: dict[torch.device, list[str]] = {}
+        for name in checkpoint.schemes:
+            layers_on.setdefault(_device_of(name, places), []).append(name)
+        for device, layers in layers_on.items():
+            tensors = StoredTensors(checkpoint.stored, self.dtype, device)
+            StoredLayers(tensors, (), NATIVE, checkpoint.schemes).fill(model, "", layers)
+        tensors = StoredTensors(checkpoint.stored, self.dtype, model.device)
+        install_policies(model, "", tensors, self.caches)
         model.requires_grad_(False)
         accelerate_generation(model, compile=False, has_packed_weights=True)
 
 
-def _taken(model: PreTrainedModel, schemes: Mapping[str, LayerScheme]) -> dict[str, nn.Module]:
+def _taken(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, nn.Module]:
     """Take the modules of compressed layers out of the model; returns them by name, compressed and without weights.
 
     The own module of an embedding stays, without rows, because transformers computes its buffers. Ties of compressed
     weights are removed, so that transformers looks for no weight to tie.
     """
-    ends = {end.name: end for end in find_ends(model) if end.name in schemes}
-    for name in schemes:
+    ends = {end.name: end for end in find_ends(model) if end.name in checkpoint.schemes}
+    for name in checkpoint.schemes:
         _ = replace_end(model, ends[name]) if name in ends else replace_linear(model, name)
-    taken = {name: model.get_submodule(name) for name in weights_in_codes(model, schemes)}
+    taken = {name: model.get_submodule(name) for name in checkpoint.packed}
     for name, module in taken.items():
         if isinstance(module, CompressedEmbedding):
             del module.own._parameters["weight"]

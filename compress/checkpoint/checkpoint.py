@@ -1,0 +1,411 @@
+"""Checkpoint: a model on disk, dense or compressed by any program that compress reads.
+
+The value states what the files hold, from headers and config.json alone. Weights are memory-mapped, and brought into
+the model block by block, or all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.checkpoint.caches import install_policies, read_policies
+from compress.checkpoint.containers.digests import verify_digests
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
+from compress.checkpoint.layers import StoredLayers, check_finite
+from compress.checkpoint.sources.files import fingerprint_of
+from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.hub import folder_of
+from compress.checkpoint.sources.limits import limited_modules
+from compress.checkpoint.sources.matching import lacking, match
+from compress.checkpoint.sources.skeleton import empty_model, read_config
+from compress.checkpoint.sources.stored import Place, stored_in, stored_tensors
+from compress.checkpoint.sources.untrusted import check_folder, read_json
+from compress.checkpoint.tensors import Reading, StoredTensors
+from compress.errors import CannotRun, ModelError, call_foreign
+from compress.layers.embedding import layer_of
+from compress.layers.linear import linears, shape_of
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.base import CONFIG_KEY, CachePolicy
+from compress.models.computation import compute_dtype, inference_dtype, to_device
+from compress.models.experts import open_experts
+from compress.models.structure.blocks import Block
+from compress.models.structure.ends import End, find_ends, replace_end, tie
+from compress.models.tensors import assign
+from compress.numerics.dtypes import SAFETENSORS
+
+MASKED_KEY = "compress_masked"
+"""The entry of config.json that lists the linears whose zeros are pruned weights."""
+STATED = ("quantization_config", CONFIG_KEY)
+"""The entries of config.json of a compressed checkpoint."""
+NARROW = (torch.bfloat16, torch.float16)
+"""The stored dtypes whose numbers float32 holds exactly."""
+CPU = torch.device("cpu")
+SMALL_MODEL = 1 << 24
+"""Numbers of a model that may be missing in its files before transformers is asked, which allocates them."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What config.json states.
+
+    Attributes:
+        config: configuration of the model, without the entries below.
+        format: None for a checkpoint without a `quantization_config`.
+        quantization: the `quantization_config`.
+        caches: entry of the cache policies.
+        masked: linears whose zeros are pruned weights.
+    """
+
+    config: PretrainedConfig
+    format: Format | None
+    quantization: Mapping[str, Any]
+    caches: Any
+    masked: frozenset[str]
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A model on disk.
+
+    What is derived from the files is computed when it is asked for, and raises ModelError.
+
+    Attributes:
+        folder: folder of config.json, weights, tokenizer and digests.
+        source: name of the model in messages.
+        requested: dtype of computation; 'auto': that of the checkpoint, or a wider one that the device computes faster.
+        inference: the model is used as it is, so 'auto' may widen the activations of a packed model.
+        notes: what was changed in the skeleton, for the journal.
+    """
+
+    folder: Path
+    source: str
+    requested: str = "auto"
+    device: torch.device = CPU
+    trust_remote_code: bool = False
+    inference: bool = False
+    notes: list[str] = field(default_factory=list)
+    _model: PreTrainedModel | None = None
+
+    @classmethod
+    def open(
+        cls,
+        source: str | Path,
+        dtype: str = "auto",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        codes: bool = True,
+        inference: bool = False,
+    ) -> Checkpoint:
+        """Open a model, dense or compressed.
+
+        Args:
+            source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file; a Path is no hub id.
+            dtype: dtype of computation: 'auto', 'float32', 'bfloat16' or 'float16'.
+            codes: a .gguf file of another program keeps its codes, if they are known; otherwise it is a dense model.
+            inference: as the attribute.
+
+        Raises:
+            ModelError: if the source does not exist, or cannot be fetched or converted.
+        """
+        if isinstance(source, Path) and source.suffix != ".gguf":
+            folder = source
+            if not folder.is_dir():
+                raise ModelError(f"model: no folder {folder}")
+        else:
+            folder = checkpoint_of(str(source)) if codes else folder_of(str(source))
+        return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference)
+
+    @classmethod
+    def of_model(
+        cls, model: PreTrainedModel, format_: Format, files: Sequence[Path], config: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Describe safetensors files for a model without weights that is built already.
+
+        Args:
+            config: the `quantization_config`.
+        """
+        checkpoint = cls(files[0].parent, model.config.name_or_path or "this model", _model=model)
+        record = getattr(model.config, CONFIG_KEY, None)
+        checkpoint.stated = Statement(model.config, format_, config, record, frozenset())
+        checkpoint.stored = {name: place for path in files for name, place in stored_in(path).items()}
+        return checkpoint
+
+    def verify(self) -> None:
+        """Compare the sha256 of every file with SHA256SUMS. Raises ModelError with a line for each damaged file."""
+        check_folder(self.folder)
+        verify_digests(self.folder)
+
+    # ---- what the files state ----
+
+    @cached_property
+    def stated(self) -> Statement:
+        """The content of config.json."""
+        config = read_config(self.folder, self.source, self.trust_remote_code)
+        quantization, caches = (vars(config).pop(key, None) for key in STATED)
+        format_, quantization = _format_of(quantization, self.source)
+        return Statement(config, format_, quantization, caches, masked_in(config))
+
+    @property
+    def format(self) -> Format | None:
+        """The format of compressed layers; None for a checkpoint without them."""
+        return self.stated.format
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """The dtype of computation, and that of the checkpoint if 'auto' chose a wider one for the computation."""
+        dtype, widened_from = compute_dtype(self.stated.config, self.requested, self.device)
+        if not self.inference or self.requested != "auto" or self.format is None:
+            return dtype, widened_from
+        wider = inference_dtype(dtype, self.device)
+        return wider, widened_from or (dtype if wider != dtype else None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of computation."""
+        return self.dtypes[0]
+
+    @cached_property
+    def stored(self) -> dict[str, Place]:
+        """File and name of every stored tensor."""
+        return stored_tensors(self.folder)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of config.json and samples of the weights."""
+        return fingerprint_of(self.folder, sorted({place.path for place in self.stored.values()}))
+
+    def skeleton(self) -> PreTrainedModel:
+        """Return the model, without weights until they are brought; experts are linears. It is built once."""
+        if self._model is None:
+            config, _ = self.stated.config, self.stored  # a folder without weights is an error before all others
+            self._model = empty_model(self.folder, config, self.dtype, self.trust_remote_code)
+            with limited_modules(self.folder):
+                self.notes = open_experts(self._model)
+        return self._model
+
+    @cached_property
+    def schemes(self) -> dict[str, LayerScheme]:
+        """Scheme of every compressed layer, by name."""
+        if self.format is None:
+            return {}
+        model = self.skeleton()
+        linear_shapes = {name: shape_of(module) for name, module in linears(model).items()}
+        ends = {end.name: end for end in find_ends(model)}
+        shapes = linear_shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
+        try:
+            schemes = call_foreign(
+                self.format.schemes,
+                self.stated.quantization,
+                linear_shapes,
+                {name: place.header.shape for name, place in self.stored.items()},
+            )
+            for name, scheme in schemes.items():
+                if name not in shapes:
+                    raise ValueError(f"{name} is no linear of the model")
+                if scheme.shape != shapes[name]:
+                    here, there = list(shapes[name]), list(scheme.shape)
+                    raise ModelError(f"model: {name} is {there} in the checkpoint, but {here} by its config.json")
+                call_foreign(scheme.check)
+        except (ValueError, CannotRun) as error:
+            raise _unreadable("quantization_config", error) from error
+        return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
+
+    @cached_property
+    def packed(self) -> set[str]:
+        """Names of the modules whose weight is stored in another form: the layers, and both modules of tied ends."""
+        ends = find_ends(self.skeleton()) if self.schemes else []
+        return {*self.schemes, *(name for end in ends if end.name in self.schemes for name in end.names)}
+
+    @cached_property
+    def caches(self) -> dict[str, CachePolicy]:
+        """Cache policies, by the names of the attention modules."""
+        return read_policies(self.skeleton(), self.stated.caches, self.format, self.stated.quantization)
+
+    @cached_property
+    def places(self) -> dict[str, Place] | None:
+        """File and name of every tensor of the model; None if some are missing or have another shape."""
+        return match(self.skeleton(), self.stored, self.packed)
+
+    @cached_property
+    def dense_names(self) -> list[str]:
+        """Names of the model's tensors that are stored as they are."""
+        codes = {f"{name}.weight" for name in self.schemes}  # some layouts store codes under this name
+        return [name for name in self.places or () if name not in codes]
+
+    @cached_property
+    def tensors(self) -> StoredTensors:
+        """All tensors, by the names of the files, and by those of the model."""
+        return StoredTensors(self.stored | (self.places or {}), self.dtype, self.device)
+
+    def lacking(self) -> ModelError:
+        """Return the error for files that do not hold the model."""
+        return lacking(self.skeleton(), self.folder, self.stored, self.packed)
+
+    # ---- bringing weights into the model ----
+
+    @cached_property
+    def layers(self) -> StoredLayers:
+        """The stored layers and the dense tensors, which are brought into blocks."""
+        return StoredLayers(self.tensors, self.dense_names, self.format, self.schemes)
+
+    def block(self, block: Block, masked: Collection[str] = (), reading: Reading | None = None) -> None:
+        """Bring the tensors of a block into its module (`StoredLayers.bring`)."""
+        self.layers.bring(block, masked, reading)
+
+    def outside(self, blocks: Collection[Block], reading: Reading, narrow_ends: bool = False) -> dict[str, End]:
+        """Bring the tensors outside of the blocks into the model.
+
+        Args:
+            reading: the time of waiting for the files is added here.
+            narrow_ends: embedding and LM head stay in a narrower dtype of their file (`narrow_ends`).
+
+        Returns:
+            Those ends, by the names of their weights.
+
+        Raises:
+            ModelError: as `block`, and for a compressed layer that is neither in a block nor an end.
+        """
+        model, prefixes = self.skeleton(), tuple(f"{block.name}." for block in blocks)
+        schemes = {name: scheme for name, scheme in self.schemes.items() if not name.startswith(prefixes)}
+        end_names = {end.name for end in find_ends(model)} if schemes else set()
+        if others := [name for name in schemes if name not in end_names]:
+            raise ModelError(
+                f"model: {self.source} has a quantized {others[0]}, outside of its blocks, where passes do not work; "
+                "start from its dense model"
+            )
+        install_policies(model, "", self.tensors, self.caches)
+        ends = self.narrow_ends(model) if narrow_ends and self.format is None else {}
+        names = [name for name in self.dense_names if not name.startswith(prefixes) and name not in ends]
+        tensors = self.tensors.read(names, reading)
+        check_finite(tensors | self.tensors.read_raw(ends, reading), self.tensors)
+        assign(model, tensors)
+        self.map_ends(ends)
+        tie(model)
+        to_device(model, self.device)
+        self.layers.fill(model, "", schemes, reading)
+        return ends
+
+    def fill(self) -> PreTrainedModel:
+        """Bring all weights into the model for inference, and return it. Raises ModelError."""
+        if self.places is None:
+            model = self.converted()
+        else:
+            model, names = self.skeleton(), self.dense_names
+            self.layers.fill(model, "", self.schemes)
+            if self.format is not None and keeps_narrow(self.dtype, self.device):
+                weights = self.tensors.read_raw(narrow_weights(model, names))
+                narrow = {name: tensor for name, tensor in weights.items() if tensor.dtype is torch.bfloat16}
+                put_narrow(model, narrow)
+                names = [name for name in names if name not in narrow]
+            assign(model, self.tensors.read(names))
+            tie(model)
+            to_device(model, self.device)
+        install_policies(model, "", self.tensors, self.caches)
+        return model
+
+    def converted(self) -> PreTrainedModel:
+        """Load a dense model with transformers, which converts stored layouts to those of the model.
+
+        transformers gets the tensors, and opens no files itself.
+
+        Raises:
+            ModelError: for tensors that are missing or have another shape, and for compressed layers.
+        """
+        model = self.skeleton()
+        wanted = sum(tensor.numel() for tensor in model.state_dict(keep_vars=True).values())
+        stored = sum(place.header.count for place in self.stored.values())
+        if self.schemes or wanted > 2 * stored + SMALL_MODEL:
+            raise self.lacking()
+        tensors = StoredTensors(self.stored, self.dtype, CPU).read_raw(self.stored)
+        try:
+            options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
+            options |= {"config": model.config, "state_dict": tensors, "dtype": self.dtype}
+            loaded: Any = call_foreign(type(model).from_pretrained, None, **options)
+        except CannotRun as error:
+            raise ModelError(f"model: transformers cannot load {self.folder}: {error.cause}") from error
+        built, info = loaded
+        if info["mismatched_keys"]:
+            name, there, here = min(info["mismatched_keys"])
+            raise ModelError(f"model: {name} is {list(there)} in {self.folder}, but {list(here)} by its config.json")
+        if missing := sorted(info["missing_keys"]):
+            raise ModelError(
+                f"model: {self.folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again"
+            )
+        built.generation_config = model.generation_config
+        return built.eval().requires_grad_(False).to(self.device)
+
+    def narrow_ends(self, model: PreTrainedModel) -> dict[str, End]:
+        """Return the ends by the names of their weights, if these are narrower than float32 in which they are computed.
+
+        A copy in the dtype of the computation is often the largest tensor of a run. Few rows of an embedding are read,
+        and a product with the head casts some rows at a time, so neither needs one.
+        """
+        if self.dtype is not torch.float32:
+            return {}
+        files, ends = self.tensors.files, {f"{end.embedding or end.head}.weight": end for end in find_ends(model)}
+        places = {name: files[name] for name in ends if name in files and files[name].path.suffix == ".safetensors"}
+        return {name: ends[name] for name, place in places.items() if SAFETENSORS.get(place.header.dtype) in NARROW}
+
+    def map_ends(self, ends: Mapping[str, End]) -> None:
+        """Map the weights of `narrow_ends`. If they are mapped already, pages that were read leave the process."""
+        for name, end in ends.items():
+            replace_end(self.skeleton(), end).put(self.tensors.read_raw([name])[name])
+
+
+def is_compressed(source: str) -> bool:
+    """Return whether a model is a local folder with quantized weights or a quantized KV cache."""
+    try:
+        config = read_json(Path(expanduser(source)) / "config.json")
+    except ValueError:
+        return False
+    return any(config.get(key) is not None for key in STATED)
+
+
+def masked_in(config: PretrainedConfig) -> frozenset[str]:
+    """Remove from a configuration the names of the linears whose zeros are pruned weights, and return them."""
+    names = vars(config).pop(MASKED_KEY, None)
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+
+
+def state_masks(config: PretrainedConfig, names: Collection[str]) -> None:
+    """State in a configuration which linears have pruned weights that no tensor tells, if there are any."""
+    vars(config).pop(MASKED_KEY, None)
+    if names:
+        setattr(config, MASKED_KEY, sorted(names))
+
+
+def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[str, Any]]:
+    if quantization is None:
+        return None, {}
+    if not isinstance(quantization, dict) and not hasattr(quantization, "to_dict"):
+        raise ModelError(f"model: quantization_config in config.json of {source} is no object; fetch the file again")
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = values.get("quant_method")
+    format_ = next((f for f in FORMATS.values() if f.quant_method is not None and f.quant_method == method), None)
+    if format_ is None:
+        raise ModelError(
+            f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
+        )
+    try:
+        return call_foreign(format_.of_config, values), values
+    except CannotRun as error:
+        raise _unreadable("quantization_config", error) from error
+
+
+def _unreadable(key: str, error: Exception) -> ModelError:
+    """Return an error for an entry of config.json whose values have an unexpected form."""
+    cause = error.cause if isinstance(error, CannotRun) else error
+    reason = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, KeyError):
+        reason = f"it lacks {cause}, or does not know it"
+    return ModelError(f"model: {key} of its config.json cannot be read ({reason})")

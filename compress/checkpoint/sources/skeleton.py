@@ -1,0 +1,89 @@
+"""Build the model of a folder's configuration without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from compress.checkpoint.sources.limits import limited
+from compress.checkpoint.sources.untrusted import check_config, check_folder, read_json
+from compress.errors import CannotRun, ModelError, call_foreign, one_line
+
+
+def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
+    """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
+    check_folder(folder)
+    try:
+        check_config(read_json(folder / "config.json"), trust_remote_code)
+        return call_foreign(AutoConfig.from_pretrained, folder, trust_remote_code=trust_remote_code)
+    except (ValueError, CannotRun) as error:
+        raise ModelError(f"model: {source} has no readable config.json ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of an error in one line, without the name of its class."""
+    return one_line(error.cause if isinstance(error, CannotRun) else error)
+
+
+def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """Return the transformers class that the configuration names, or a causal language model when it names none."""
+    named = getattr(config, "architectures", None)
+    for name in named if isinstance(named, list) else []:
+        model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            return model_class
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise ModelError(
+        f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
+        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
+    )
+
+
+def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
+    kind = class_of(config, trust_remote_code)
+    model = _built(kind, folder, config, dtype, without_data=True)
+    if model is None or any(buffer.is_meta for buffer in model.buffers()):  # it computes with such tensors
+        model = _built(kind, folder, config, dtype, without_data=False)
+    assert model is not None
+    model.tie_weights()
+    generation = folder / "generation_config.json"
+    try:
+        if generation.exists():
+            read_json(generation)
+            model.generation_config = call_foreign(GenerationConfig.from_pretrained, folder)
+    except (ValueError, CannotRun) as error:
+        raise ModelError(
+            f"model: {generation} cannot be read ({_reason(error)}); correct the file, or fetch it again"
+        ) from error
+    return model
+
+
+def _built(
+    kind: type[PreTrainedModel], folder: Path, config: PretrainedConfig, dtype: torch.dtype, without_data: bool
+) -> PreTrainedModel | None:
+    """Build a model with parameters on the meta device; None: it needs the data of `torch.empty`.
+
+    Args:
+        without_data: as of `limited`.
+    """
+    # no_init_weights skips random initialization: 5 ms per linear
+    with init_empty_weights(), no_init_weights(), limited(folder, without_data):
+        try:
+            return call_foreign(kind._from_config, config, dtype=dtype)
+        except CannotRun as error:
+            if without_data and isinstance(error.cause, RuntimeError):
+                return None
+            raise ModelError(
+                f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
+                f"{folder}/config.json ({type(error.cause).__name__}: {error.cause}); correct the file, or fetch it "
+                "again"
+            ) from error

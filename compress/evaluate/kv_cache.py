@@ -13,7 +13,7 @@ from compress.checkpoint.save import stated_scheme
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.models.caches.quantized import attentions_with_cache, rounded_caches, roundings, watching
 from compress.models.caches.scheme import CacheScheme
-from compress.models.kinds.objective import without_cache
+from compress.models.kinds.contract import run_on
 from compress.numerics.metrics import relative_error
 
 UNROUNDED = CacheScheme(None, None)
@@ -80,7 +80,7 @@ class KVCache(Evaluator):
                     errors[f"{kind}, {grid.name} per {shared}"].append(relative_error(rounding(x), x))
 
         with watching(attentions_with_cache(model), see), torch.no_grad():
-            model(input_ids=context.probe.to(next(model.parameters()).device), **without_cache(model))
+            run_on(model, context.probe.to(next(model.parameters()).device))
         return {
             "bytes_per_token": {"before": bytes_before, "after": bytes_after},
             "stated": stated_scheme(model, rounded, context.run.format) is not None,

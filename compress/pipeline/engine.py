@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.checkpoint.sources.opening import OpenModel
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block, find_blocks
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import LayerResult
@@ -101,12 +102,12 @@ def segments(steps: Sequence[Step]) -> list[Segment]:
 
 @plain_torch()
 def engine(
-    steps: Sequence[Step], opened: OpenModel, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink
+    steps: Sequence[Step], opened: OpenModel, batches: Sequence[Batch], probe: Batch, run: Run, sink: Sink
 ) -> None:
     """Apply all passes to the model.
 
     steps: all passes with their linears; the lists of linears change when a pass changes the shape of the model.
-    batches: calibration ids, [batch, length] each. probe: ids [1, length] that run with the batches.
+    batches: calibration batches. probe: a sequence that runs with the batches.
     """
     round_to_storage(opened.model, run)
     parts = segments(steps)

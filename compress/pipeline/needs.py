@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from compress.checkpoint.sources.opening import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
-from compress.models.kinds.objective import LMObjective, objective_of, text_config
+from compress.models.kinds.contract import ModelKind, text_config
+from compress.models.kinds.kinds import objective_of
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import ModelPass, Step
 from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
@@ -20,7 +21,7 @@ from compress.sweep.original import needs_original
 from compress.train.objective import state_pairs
 
 
-def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:
+def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> ModelKind:
     """Check teachers and objectives; no weights are read. Returns `Run.lm_objective`.
 
     Raises ModelError for a teacher that does not fit or a missing mask token; RecipeError for options that have no

@@ -20,7 +20,7 @@ from compress.models.reshape.reconfigure import sketch, tensors, with_blocks
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass, Step
 from compress.pipeline.resolve import lm_objective_for, with_config
-from compress.pipeline.trial import random_ids
+from compress.pipeline.trial import random_examples
 from compress.recipe.schema import Recipe
 
 LARGEST = 1 << 26
@@ -52,7 +52,7 @@ def rehearse(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> list[s
 
 def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: partial) -> None:
     """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
-    run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective())
+    run = Run(label=where, calibration=random_examples(model, SEQUENCES, LENGTH), lm_objective=objective())
     try:
         step.apply(model, run)
     except NumericError:

@@ -27,7 +27,7 @@ from compress.checkpoint.sources.packed import Packed, with_masks
 from compress.checkpoint.sources.sentence import pooling_in
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.writer import OUTSIDE
-from compress.data.ids import TextUse, corpus_sha256
+from compress.data.ids import TextUse
 from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
@@ -37,7 +37,8 @@ from compress.evaluate.store import Store, digest_of
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
 from compress.models.experts import open_experts
-from compress.models.kinds.recordings import batches, beginning
+from compress.models.kinds.batch import Batch, Examples
+from compress.models.kinds.kinds import adapter_of, examples_of
 from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run, device_of
@@ -59,7 +60,7 @@ from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import in_memory, open_original, open_source, open_start, open_teacher
-from compress.pipeline.texts import calibration_ids, eval_ids, given_ids, probe_without_data, suited
+from compress.pipeline.texts import calibration_examples, eval_examples, suited
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order
@@ -138,7 +139,7 @@ def default_folder(recipe: Recipe | str | Path) -> Path:
 def apply(
     model: PreTrainedModel,
     passes: Pass | Sequence[Pass],
-    calibration: Tensor | Mapping[str, Any] | None = None,
+    calibration: Tensor | Mapping[str, Any] | Examples | None = None,
     batch: int = 4,
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
@@ -150,11 +151,11 @@ def apply(
     Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
 
     passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
-    [sequences, length]; for a model that hears recordings a mapping with input_features (or input_values) and labels,
-    as of transformers; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
-    model, for passes that learn from it; by default a copy of the model. tokenizer: provides the mask token, for passes
-    that train a masked language model or compute its loss. masks: 'keep': the zeros of a dense linear with more than a
-    fifth of zeros stay zero; 'forget': they are ordinary weights.
+    [sequences, length], or a batch as a data collator of transformers returns it: for a model of recordings a mapping
+    with input_features (or input_values) and labels; required unless all passes are data-free. batch: sequences per
+    batch. teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer:
+    provides the mask token, for passes that train a masked language model or compute its loss. masks: 'keep': the zeros
+    of a dense linear with more than a fifth of zeros stay zero; 'forget': they are ordinary weights.
 
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
@@ -176,14 +177,15 @@ def apply(
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
-    ids = None if calibration is None else given_ids(model, calibration)
-    probe = probe_without_data(model, sample, PROBE_TOKENS) if ids is None else beginning(ids, PROBE_TOKENS)
-    context.calibration = ids
+    examples = None if calibration is None else examples_of(model, calibration)
+    without_data = partial(adapter_of(model).probe, model, sample, PROBE_TOKENS)
+    probe = without_data() if examples is None else examples.beginning(PROBE_TOKENS)
+    context.calibration = examples
     context.open_teacher = teachers(passes, model, teacher, opened)
     check_original_given(steps, teacher is not None)
     context.open_original = None if teacher is None else partial(in_memory, teacher)
     context.lm_objective = lm_objective_for(steps, opened)
-    engine(steps, opened, [] if ids is None else batches(ids, batch), probe, context, Memory())
+    engine(steps, opened, [] if examples is None else examples.batches(batch), probe, context, Memory())
     return model
 
 
@@ -191,7 +193,7 @@ def apply(
 class Job:
     """The inputs of a run, resolved before it starts.
 
-    ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
+    examples: for the calibration. texts: windows of the evaluation by name, which are read first: errors come early.
     stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation. accept: see
     `Shards`.
     """
@@ -201,8 +203,8 @@ class Job:
     context: Run
     steps: list[Step]
     planned: Plan
-    ids: Tensor
-    texts: dict[str, Tensor]
+    examples: Examples
+    texts: dict[str, Examples]
     manifest: Manifest
     stated: dict[str, str]
     uses: tuple[TextUse, ...] = ()
@@ -243,29 +245,29 @@ def prepare(
     accept = settled_check(recipe, opened, form)
     quantize_embeddings(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
-    evaluated = eval_ids(recipe, opened)
-    texts = {use.text: ids for ids, use in evaluated}
+    evaluated = eval_examples(recipe, opened)
+    texts = {use.text: windows for windows, use in evaluated}
     with context.phase("calibration text"):
-        ids, uses = calibration_ids(recipe, opened)
-    wanted, code = identity(recipe, opened.fingerprint, corpus_sha256(ids))
+        examples, uses = calibration_examples(recipe, opened)
+    wanted, code = identity(recipe, opened.fingerprint, examples.sha256())
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     _take_in_compressed(opened, context)
-    check_divided(steps, ids, recipe.calibration.batch, processes)
+    check_divided(steps, examples, recipe.calibration.batch, processes)
     with processes.first_goes_first():
         manifest = open_folder(out, wanted, overwrite, code)
-    evaluated_on = digest_of([corpus_sha256(found) for found in texts.values()])
+    evaluated_on = digest_of([windows.sha256() for windows in texts.values()])
     seen = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
-    seen |= {"calibration text": corpus_sha256(ids), "evaluation text": evaluated_on, "output folder": manifest.state}
+    seen |= {"calibration text": examples.sha256(), "evaluation text": evaluated_on, "output folder": manifest.state}
     check_same_inputs(seen, processes)
     if manifest.complete and (damaged := manifest.damaged()):
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
-    context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
+    context.calibration, context.open_teacher = examples, partial(open_teacher, recipe, opened)
     context.open_original = partial(open_original, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     stated, uses = recorded, [*uses, *(use for _, use in evaluated)]
-    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses), accept)
+    return Job(recipe, opened, context, steps, planned, examples, texts, manifest, stated, tuple(uses), accept)
 
 
 def _take_in_compressed(opened: OpenModel, context: Run) -> None:
@@ -288,10 +290,10 @@ def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:
 
 def compress(job: Job) -> None:
     """Apply all passes and write the shards and the other files of the checkpoint."""
-    ids, batch = job.ids, job.recipe.calibration.batch
-    probe, own = beginning(ids, PROBE_TOKENS), own_batches(ids, batch, job.context.processes)
+    examples, batch = job.examples, job.recipe.calibration.batch
+    probe, own = examples.beginning(PROBE_TOKENS), own_batches(examples, batch, job.context.processes)
     if not calibrates(job.steps):
-        own = [beginning(ids, ERROR_TOKENS)]
+        own = [examples.beginning(ERROR_TOKENS)]
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, *about)
@@ -320,7 +322,7 @@ def finish(job: Job) -> Result:
         settled = update_plan(planned, manifest.schemes_of(opened), context.format, context.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
-    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=reference["ids"], layers=results)
+    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=Batch.of_tensors(reference), layers=results)
     compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
@@ -333,7 +335,7 @@ def finish(job: Job) -> Result:
     )
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
-    reproduce = reproduction(recipe, opened, context, *digests, corpus_sha256(job.ids), job.uses)
+    reproduce = reproduction(recipe, opened, context, *digests, job.examples.sha256(), job.uses)
     report = run_result(opened, context, folder, checkpoint, passes, combine_all(compressed, base), reproduce)
     write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder, manifest.staged)

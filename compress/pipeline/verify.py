@@ -26,6 +26,7 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.quantized import cache_sha256, copy_rounding, rounded_caches
 from compress.models.experts import open_experts
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
 from compress.passes.contract.memory import available_bytes
@@ -63,7 +64,7 @@ def verify(
 ) -> tuple[Verified, PreTrainedModel]:
     """Reload with compress.load and, unless the recipe or the format says otherwise, with transformers alone.
 
-    digests: sha256 of every layer's codes. reference: 'ids', and 'logits' of the computed model for them. caches:
+    digests: sha256 of every layer's codes. reference: a `Batch`, and 'logits' of the computed model for them. caches:
     `cache_sha256` of every attention module with rounded keys and values.
 
     Raises VerificationError, which names the layer or the reader with the difference, or the reader that cannot be
@@ -261,7 +262,7 @@ def _compare(
     tolerance: float = TOLERANCE,
 ) -> float:
     """The largest absolute difference of logits. Raises VerificationError when it exceeds the tolerance."""
-    found = logits_of(model, reference["ids"].to(device)).cpu()
+    found = logits_of(model, Batch.of_tensors(reference)).cpu()
     wanted = reference["logits"].float()
     difference = float((found - wanted).abs().max())
     if not difference <= tolerance * max(float(wanted.abs().max()), 1.0):

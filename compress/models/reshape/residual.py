@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.models.reshape.reconfigure import build, tensors
 from compress.models.reshape.widths import Width
 from compress.models.structure.probes import norms_of
@@ -24,14 +25,14 @@ FORMS = ("weight", "1 + weight")
 """How norms use their weight."""
 
 
-def check_traded(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch length"], where: str) -> None:
+def check_traded(model: PreTrainedModel, width: Width, batch: Batch, where: str) -> None:
     """Raise ModelError unless a permutation of the hidden channels in all their tensors leaves the logits unchanged."""
     plain = {name: tensor.float() for name, tensor in tensors(model).items()}
     size = next(iter(width.axes.values()))[0]
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).to(next(iter(plain.values())).device)
     traded = along(plain, width, lambda tensor, dim: tensor.index_select(dim, order))
-    before = logits_of(build(model, model.config, plain), ids)
-    error = relative_error(logits_of(build(model, model.config, traded), ids), before)
+    before = logits_of(build(model, model.config, plain), batch)
+    error = relative_error(logits_of(build(model, model.config, traded), batch), before)
     if not error < TRADED:
         raise ModelError(
             f"{where}: a permutation of the hidden channels changes the logits (relative error {error:.2g}), so the "
@@ -53,7 +54,7 @@ def cut_hidden_channels(
     held: Mapping[str, Tensor],
     width: Width,
     kept: Int[Tensor, " kept"],
-    ids: Int[Tensor, "batch length"],
+    batch: Batch,
     where: str,
 ) -> PreTrainedModel:
     """Build the model of `config` with the kept hidden channels, equivalent to zeroing the other channels.
@@ -68,14 +69,14 @@ def cut_hidden_channels(
     silent = torch.ones(size, dtype=torch.bool, device=kept.device)
     silent[kept] = False
     quiet = along(held, width, lambda tensor, dim: tensor.index_fill(dim, silent.nonzero()[:, 0], 0))
-    wanted = logits_of(build(model, model.config, quiet), ids)
+    wanted = logits_of(build(model, model.config, quiet), batch)
     small = along(held, width, lambda tensor, dim: tensor.index_select(dim, kept))
     norms = [f"{name}.weight" for name in norms_of(model) if (f"{name}.weight", 0) in width.axes]
     grown = math.sqrt(size / left)
     for form in FORMS:
         more = {n: small[n] * grown if form == "weight" else (1 + small[n]) * grown - 1 for n in norms}
         new = build(model, config, small | more)
-        error = relative_error(logits_of(new, ids), wanted)
+        error = relative_error(logits_of(new, batch), wanted)
         if error < SAME:
             return new
     raise ModelError(

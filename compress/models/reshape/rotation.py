@@ -18,6 +18,7 @@ from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import in_experts
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.models.reshape.reconfigure import Path, build, changed, tensors
 from compress.models.reshape.residual import FORMS, TRADED, along
 from compress.models.reshape.widths import Width
@@ -50,7 +51,7 @@ def with_own_head(model: PreTrainedModel, told: Told) -> PreTrainedModel:
     return own
 
 
-def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, told: Told) -> dict[str, list[str]]:
+def readers_of_norms(model: PreTrainedModel, width: Width, batch: Batch, told: Told) -> dict[str, list[str]]:
     """The linears that read each norm of hidden states.
 
     Raises ModelError, with the property that the model lacks, if one reads another tensor or norms do more than divide.
@@ -62,7 +63,7 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, told: To
             f"a head of its own, so a rotation of the hidden states would mix heads; {told.instead}"
         )
     found: dict[str, list[str]] = {}
-    for group in find_groups(model, lambda whole: logits_of(whole, ids)):
+    for group in find_groups(model, lambda whole: logits_of(whole, batch)):
         names = [name for name in group.linears if name in wanted]
         if names and group.norm is not None and (f"{group.norm}.weight", 0) in width.axes:
             found.setdefault(group.norm, []).extend(names)
@@ -92,12 +93,12 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, told: To
     return found
 
 
-def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, told: Told) -> PreTrainedModel:
+def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], batch: Batch, told: Told) -> PreTrainedModel:
     """Fold the weights of norms into their readers, so that norms only divide; the function stays the same.
 
     Raises ModelError if the function changes.
     """
-    before, errors = logits_of(model, ids), []
+    before, errors = logits_of(model, batch), []
     for form in FORMS:
         held = tensors(model)
         for norm, names in readers.items():
@@ -108,7 +109,7 @@ def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Te
                 transposed = CompressedLinear.of(model.get_submodule(name)).transposed
                 held[f"{name}.weight"] = held[f"{name}.weight"] * (scale[:, None] if transposed else scale)
         found = build(model, model.config, held)
-        errors.append(relative_error(logits_of(found, ids), before))
+        errors.append(relative_error(logits_of(found, batch), before))
         if errors[-1] < TRADED:
             return found
     raise ModelError(
@@ -118,13 +119,13 @@ def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Te
 
 
 def rotate(
-    model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, ids: Tensor, told: Told
+    model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, batch: Batch, told: Told
 ) -> tuple[dict[str, Tensor], float]:
     """Return (the rotated weights, relative error of the logits). Raises ModelError if the logits change."""
     held = tensors(model)
     turned = along(held, width, lambda t, dim: (t.movedim(dim, -1) @ rotation).movedim(-1, dim))
     turned |= {f"{norm}.weight": held[f"{norm}.weight"] for norm in norms}
-    error = relative_error(logits_of(build(model, model.config, turned), ids), logits_of(model, ids))
+    error = relative_error(logits_of(build(model, model.config, turned), batch), logits_of(model, batch))
     if not error < TRADED:
         raise ModelError(
             f"{told.where}: a rotation of the hidden states changes the logits (relative error {error:.2g}): a module "

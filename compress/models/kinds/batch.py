@@ -110,8 +110,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     tensors = {name: [batch.tensors()[name] for batch in batches] for name in batches[0].tensors()}
-    fill = {LABELS: IGNORED, INPUT + DECODER_IDS: 0}
-    return Batch.of_tensors({name: _stacked(each, fill.get(name, 0)) for name, each in tensors.items()})
+    return Batch.of_tensors({name: _stacked(each, IGNORED if name == LABELS else 0) for name, each in tensors.items()})
 
 
 def _stacked(tensors: Sequence[Tensor], fill: int) -> Tensor:

@@ -362,7 +362,7 @@ def cut_padding(
     for i, (row, count) in enumerate(zip(ones.bool(), counts, strict=True)):
         if not count or not bool(row[:count].all()):
             raise CalibrationError(
-                f"{where}: {MASK}[{i}] is not ones and then zeros; write padding after the end of each recording"
+                f"{where}: {MASK}[{i}] is not ones and then zeros; write padding after the end of each example"
             )
     return [each.narrow(axis, 0, count) for each, count in zip(features, counts, strict=True)]
 

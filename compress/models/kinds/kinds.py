@@ -20,11 +20,13 @@ from compress.models.kinds.masked import MaskedLM
 from compress.models.kinds.question_answering import QuestionAnswering
 from compress.models.kinds.sentence_encoder import SentenceEncoder
 from compress.models.kinds.speech import Speech
+from compress.models.kinds.vision_language import VisionLanguage
 
 KINDS: tuple[ModelKind, ...] = (
     MaskedLM(),
     Speech(),
     EncoderDecoder(),
+    VisionLanguage(),
     CAUSAL,
     SequenceClassifier(),
     TokenClassifier(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from batches import batch_of
 
 if not torch.cuda.is_available():  # Triton's interpreter runs GPU kernels; triton, which others import, reads this once
     os.environ["TRITON_INTERPRET"] = "1"
@@ -235,7 +236,7 @@ def second_block(tiny, in_memory, ids):
 
     def make(family):
         opened = in_memory(tiny(family))
-        captured = ModelShell(opened).capture(ids())
+        captured = ModelShell(opened).capture(batch_of(ids()))
         with torch.no_grad():
             hidden = captured.calls[0].run(opened.blocks[0].module, captured.hidden)
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import pictures
 import pytest
 from click.testing import CliRunner
 from speech import TEXTS, write_model, write_recordings
@@ -38,6 +39,7 @@ SMALLER = {
 }
 """What is read instead of what stands there, so that it takes seconds."""
 SPEECH = "openai/whisper-small"
+VISION = "llava-hf/llava-1.5-7b-hf"
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -83,11 +85,23 @@ def speech(tmp_path_factory):
     return {SPEECH: model, "clips.jsonl": clips, "test.jsonl": clips, "group_size: 64": "group_size: 16"}
 
 
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    """What is read instead of a vision-language model, and of lists of pictures."""
+    folder = tmp_path_factory.mktemp("vision")
+    model, listed = (
+        pictures.write_model(folder / "model"),
+        pictures.write_pictures(folder / "list", pictures.TEXTS * 16),
+    )
+    return {VISION: model, "pictures.jsonl": listed, "test.jsonl": listed, "group_size: 64": "group_size: 16"}
+
+
 @pytest.mark.parametrize("number", range(len(YAML)))
-def test_every_recipe_is_valid_and_can_be_planned(number, speech):
+def test_every_recipe_is_valid_and_can_be_planned(number, speech, vision):
     written = Recipe.from_text(YAML[number], "README.md")
     text = smaller(YAML[number])
-    for name, read in speech.items() if SPEECH in text else ():
+    replaced = speech if SPEECH in text else vision if VISION in text else {}
+    for name, read in replaced.items():
         text = text.replace(name, read)
     planned = compress.plan(Recipe.from_text(text))
     assert Recipe.from_text(written.to_yaml()) == written

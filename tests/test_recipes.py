@@ -16,6 +16,7 @@ from compress import Recipe
 from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.data import ids as ids_of
 from compress.errors import TargetError
+from compress.models.kinds.batch import Examples
 
 STORED = json.loads((ROOT / "eval" / "baselines" / "pico.json").read_text(encoding="utf-8"))
 MOST_WORSE = 1.02  # kernels of another CPU may break ties otherwise; a broken algorithm loses more
@@ -82,7 +83,7 @@ def test_every_baseline_is_of_a_recipe_and_was_measured_on_this_protocol():
     if platform.python_version_tuple()[:2] == tuple(STORED["python"].split(".")[:2]):  # the text is CPython's own
         tokenizer = AutoTokenizer.from_pretrained(PICO)
         ids = ids_of.token_ids(measured["text"], "test", tokenizer, measured["windows"], measured["length"], 0)
-        assert ids_of.corpus_sha256(ids) == measured["sha256"]
+        assert Examples.of_ids(ids).sha256() == measured["sha256"]
 
 
 def test_only_group_sizes_are_changed_to_fit():

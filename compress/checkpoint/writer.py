@@ -163,9 +163,9 @@ class CheckpointWriter:
         return config
 
 
-def write_probe(path: Path, ids: Tensor, logits: Tensor) -> None:
-    """Write the logits that a model computes for token ids [1, length], to compare after reloading."""
-    write_shard(path, {"ids": ids, "logits": logits.cpu().contiguous()})
+def write_probe(path: Path, probe: Mapping[str, Tensor], logits: Tensor) -> None:
+    """Write the logits that a model computes for a sequence, to compare after reloading."""
+    write_shard(path, {**probe, "logits": logits.cpu().contiguous()})
 
 
 def _write_tokenizer(opened: OpenModel, folder: Path) -> list[str]:

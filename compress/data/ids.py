@@ -1,8 +1,7 @@
-"""Token ids: windows of a text, ids stored in a file, and checks that a model accepts them."""
+"""Token ids: windows of a text, ids stored in a file, and the examples that a model reads."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,23 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE
+from compress.data.listed import check_listed, listed_sample, lists_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
-from compress.data.recorded import check_recorded, recorded_sample
 from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
-from compress.models.kinds.inputs import text_lengths
-from compress.models.kinds.kinds import RECORDED, described, kind_of, reads_whole_texts, texts_in_row
-from compress.models.kinds.objective import text_config
-from compress.models.kinds.recordings import longest
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.contract import text_config, text_lengths
+from compress.models.kinds.kinds import adapter_of, described
 from compress.models.structure.ends import vocabulary_size
 
 
 class TextUse(BaseModel):
     """The use of a text in a run, for its report.
 
-    part: calibration or test. sequences, length: of the chosen ids; of recordings the most target tokens. sha256: of
-    the documents; of the ids, if they are stored, sampled or recorded. documents: their number, None for stored or
-    sampled ids. tokens: of all documents, before sequences are chosen; of recordings the targets of the chosen ones.
+    part: calibration or test. sequences, length: of the chosen examples; the most tokens of one. sha256: of the
+    documents; of the examples, if they are stored, sampled or listed. documents: their number, None for stored or
+    sampled ids. tokens: of all documents, before sequences are chosen; of lists those of the chosen examples.
     forms, template, skipped: as `Texts`. bos: whether each sequence begins with the beginning-of-sequence token that
     `sample` was given.
     """
@@ -54,15 +52,20 @@ class TextUse(BaseModel):
     bos: bool = False
 
     @classmethod
-    def of_ids(cls, text: str, part: str, ids: Int[Tensor, "sequences length"], bos: bool = False) -> TextUse:
-        """The use of stored or sampled ids."""
+    def of_examples(cls, text: str, part: str, examples: Examples, bos: bool = False) -> TextUse:
+        """The use of stored or sampled ids, or of a list."""
         return cls(
-            text=text, part=part, sequences=ids.shape[0], length=longest(ids), sha256=corpus_sha256(ids), bos=bos
+            text=text,
+            part=part,
+            sequences=len(examples),
+            length=examples.length,
+            sha256=examples.sha256(),
+            bos=bos,
         )
 
 
-Sample = tuple[Int[Tensor, "sequences length"], TextUse]
-"""Token ids, and the use of the text that they come from."""
+Sample = tuple[Examples, TextUse]
+"""Examples, and the use of the text that they come from."""
 
 
 def token_ids(
@@ -85,7 +88,7 @@ def sample(
     length: int | None,
     seed: int,
     prefix: Sequence[int] = (),
-) -> Sample:
+) -> tuple[Int[Tensor, "sequences length"], TextUse]:
     """Return int64 ids, `sequences` of `length` tokens that do not overlap, and the use of the text.
 
     Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`); without
@@ -103,7 +106,7 @@ def sample(
             raise CalibrationError(f"{part}: {name} is {count}; use 1 or more")
     if source.stored:
         ids = _stored_ids(Path(str(source.source)), sequences, length)
-        return ids, TextUse.of_ids(source.label, part, ids)
+        return ids, TextUse.of_examples(source.label, part, Examples.of_ids(ids))
     if length is None:
         raise CalibrationError(f"{part}: length is missing; {source.label} text needs one, such as length 2048")
     if tokenizer is None:
@@ -231,11 +234,6 @@ def windows(stream: Int[Tensor, " tokens"], length: int, prefix: Sequence[int] =
     return torch.cat(rows)
 
 
-def corpus_sha256(ids: Int[Tensor, "sequences length"]) -> str:
-    """Return the hash of the ids, row by row, as little-endian int64."""
-    return hashlib.sha256(ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
-
-
 def extent(source: str | TextSource, sequences: int | None, length: int | None) -> tuple[int, int]:
     """(sequences, length) that `token_ids` will return; 0: unknown before the text is read. Raises CalibrationError."""
     source = as_source(source)
@@ -303,35 +301,36 @@ def model_sample(
     length: int | None,
     seed: int = 0,
 ) -> Sample:
-    """Return the token ids of a text for a model, and its use; count and length None: all that a .npy file holds.
+    """Return the examples of a text for a model, and its use; count and length None: all that a .npy file holds.
 
     For an encoder or a classifier, each window is placed between the special tokens that its tokenizer adds to a text;
-    they count in `length`. For an encoder with a decoder, so is each half of a window (`models.kinds.inputs`). For
+    they count in `length`. For an encoder with a decoder, so is each half of a window, its source and its target. For
     other models, each sequence begins with the tokens that the tokenizer adds before a text (`opening_tokens`). Every
-    sequence is full, so that none needs padding. The ids of a .npy file are not changed. A model that hears recordings
-    gets those of `data.recorded`.
+    sequence is full, so that none needs padding. The ids of a .npy file are not changed. Lists of files, such as
+    recordings, are read by `data.listed`.
 
     Raises CalibrationError: no such text, too little text, ids outside the vocabulary, sequences longer than the
     model's positions, or a model without a tokenizer.
     """
     source = as_source(source)
     check_text(model, tokenizer, source, part, count, length)
-    if kind_of(model) is RECORDED:
-        recorded = recorded_sample(model, tokenizer, source, part, count, length, seed)
-        use = TextUse.of_ids(source.label, part, recorded.ids)
-        return recorded.ids, use.model_copy(update={"documents": recorded.of, "tokens": recorded.tokens})
-    needed = None if source.stored else needs_tokenizer(tokenizer, part)
-    if needed is not None and length is not None and reads_whole_texts(model):
+    if lists_of(model, source) is not None:
+        examples, documents = listed_sample(model, tokenizer, source, part, count, length, seed)
+        use = TextUse.of_examples(source.label, part, examples)
+        return examples, use.model_copy(update={"documents": documents, "tokens": examples.tokens})
+    kind, needed = adapter_of(model), None if source.stored else needs_tokenizer(tokenizer, part)
+    if needed is not None and length is not None and not kind.streams:
         before, after = special_tokens_around(needed)
-        lengths = [each - len(before + after) for each in text_lengths(texts_in_row(model), length)]
+        lengths = [each - len(before + after) for each in text_lengths(kind.texts, length)]
         ids, use = sample(source, part, needed, count, sum(lengths), seed)
         left, right = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (before, after))
-        ids = torch.cat([each for text in ids.split(lengths, dim=1) for each in (left, text, right)], dim=1)
+        texts = [torch.cat([left, text, right], dim=1) for text in ids.split(lengths, dim=1)]
     else:
         prefix = () if needed is None else opening_tokens(source, needed, part)
         ids, use = sample(source, part, needed, count, length, seed, prefix)
+        texts = ids.split(text_lengths(kind.texts, ids.shape[1]), dim=1)
     check_vocabulary(ids, model, source, part)
-    return ids, use
+    return kind.examples(model, texts), use
 
 
 def check_vocabulary(
@@ -359,14 +358,15 @@ def check_text(
     Raises CalibrationError: an unknown source, a missing file, no tokenizer, stored ids of another shape, sequences
     longer than the model's positions or too short for a loss.
     """
-    if kind_of(model) is RECORDED:
-        check_recorded(model, tokenizer, source, part)
+    if (lists := lists_of(model, source)) is not None:
+        check_listed(model, tokenizer, source, lists, part)
         return
     check_source(source, part)
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if source.stored:
         _check_shape(Path(str(source.source)), count, length)
-    whole, texts, around = reads_whole_texts(model), texts_in_row(model), [0]
+    kind, around = adapter_of(model), [0]
+    whole, texts = not kind.streams, kind.texts
     if source.bos is not None and whole:
         raise CalibrationError(f"{part}: bos has no effect: {described(model)}; leave it out")
     if needed is not None and not (whole and source.sampled):

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import CalibrationError
-from compress.models.kinds.kinds import described, reads_whole_texts
-from compress.models.kinds.objective import special_ids
+from compress.models.kinds.kinds import adapter_of, described
+from compress.models.kinds.masked import special_ids
 from compress.models.structure.ends import vocabulary_size
 
 GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: range of the number of greedy tokens after the first; the rest is sampled
@@ -36,7 +36,7 @@ def self_sampled(
 
     Raises `CalibrationError` for a count below 1, and for a model that cannot generate text.
     """
-    if reads_whole_texts(model):
+    if not adapter_of(model).streams:
         raise CalibrationError(
             f"calibration: {described(model)} and cannot generate text (source self); use "
             "another source, such as embedded, or a .txt, .jsonl or .npy file"

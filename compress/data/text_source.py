@@ -29,7 +29,7 @@ class TextSource(BaseModel):
     source: str | None = Field(
         default="embedded",
         description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl, .json or .npy file; for recordings "
-        "a .jsonl, .json or .safetensors file",
+        "and pictures a .jsonl, .json or .safetensors file",
     )
     dataset: str | None = Field(
         default=None, description="instead of source: a data set by hub id, local folder, or .parquet, .csv, .json file"

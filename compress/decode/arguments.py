@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from compress.decode.caches import DecodingCache
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 
 IDS, MASK, POSITIONS, CACHE = "input_ids", "attention_mask", "position_ids", "past_key_values"
 CHANGING = {MASK, POSITIONS, CACHE}

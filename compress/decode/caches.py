@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from compress.kernels.recording import as_operators
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 
 LENGTHS = 128
 """Lengths of caches are multiples of this, so that texts of other lengths need no other step."""

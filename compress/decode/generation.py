@@ -16,7 +16,7 @@ from compress.decode.caches import DecodingCache, DecodingWindow, GrowingLayer
 from compress.decode.decoding import TracedDecoding
 from compress.kernels import dispatch
 from compress.models.computation import widened_from
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 
 LARGEST_CACHE = 1 << 30
 """Largest size in bytes of a static cache for the longest text of a call; a larger cache grows with the text."""

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.sources.files import Pooling
-from compress.data.ids import corpus_sha256
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
-from compress.models.kinds.kinds import DISTRIBUTIONS, HEADLESS, Compared, answer_of, kind_of
-from compress.models.kinds.objective import without_cache
+from compress.models.kinds.batch import Batch, Examples
+from compress.models.kinds.contract import DISTRIBUTIONS, Compared, required_answer, run_on
+from compress.models.kinds.kinds import kind_of
 from compress.numerics.statistics import Estimate, jackknife, mean, ratio, spearman
 
 LONGEST_SPAN = 30  # tokens of an answer at most, as usual for SQuAD (Devlin 2019, run_squad.py: max_answer_length)
@@ -141,22 +141,25 @@ class Agreement(Evaluator):
             NumericError: for an output that is NaN or infinite.
         """
         kind, texts = kind_of(model), {}
-        if kind is None or kind not in HEADLESS:
+        if kind is None or kind.learns:
             return None
         compared = kind.compared_in(model.config)
-        for name, ids in context.texts.items():
-            facts = {"windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
+        for name, examples in context.texts.items():
+            facts = {"windows": len(examples), "length": examples.length, "sha256": examples.sha256()}
             results = context.store.results(f"answers {digest_of(facts, compared, context.pooling)[:16]}")
             report_progress = context.progress(f"answers of {context.model} to {name}")
 
             def compute(
-                missing: list[int], ids: Tensor = ids, results: Any = results, report_progress: Any = report_progress
+                missing: list[int],
+                examples: Examples = examples,
+                results: Any = results,
+                report_progress: Any = report_progress,
             ) -> None:
                 for count, index in enumerate(missing, start=1):
-                    results.put([(key(index), answer(model, ids[index], index, compared, context.pooling))])
+                    results.put([(key(index), answer(model, examples[index], index, compared, context.pooling))])
                     report_progress(count, len(missing))
 
-            texts[name] = {**facts, "compared": compared, "answers": results.fill(range(len(ids)), key, compute)}
+            texts[name] = {**facts, "compared": compared, "answers": results.fill(range(len(examples)), key, compute)}
         return texts
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> list[dict[str, Any]] | None:
@@ -186,16 +189,13 @@ def key(index: int) -> str:
 
 
 @torch.no_grad()
-def answer(
-    model: nn.Module, ids: Int[Tensor, " length"], index: int, compared: Compared, pooling: Pooling = "mean"
-) -> Answer:
+def answer(model: nn.Module, window: Batch, index: int, compared: Compared, pooling: Pooling = "mean") -> Answer:
     """Compute what is compared of the answer to one window: an embedding, logits, or scores.
 
     Raises:
         NumericError: for an output that is NaN or infinite.
     """
-    output = answer_of(model(input_ids=ids[None].to(next(model.parameters()).device), **without_cache(model)))
-    assert output is not None  # a model is checked before it is used
+    output = required_answer(run_on(model, window.to(next(model.parameters()).device)))
     if not bool(output.isfinite().all()):
         raise NumericError(
             f"the model's output is NaN or infinite on window {index} of the evaluation text; evaluate it with --dtype "

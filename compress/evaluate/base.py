@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.sources.files import Pooling
 from compress.evaluate.store import Store
+from compress.models.kinds.batch import Batch, Examples
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import Step
 from compress.recipe.evaluation import Evaluate
 
-Texts = Mapping[str, Int[Tensor, "windows length"]]
-"""Token ids of the evaluation texts, by the name of the text."""
+Texts = Mapping[str, Examples]
+"""The windows of the evaluation texts, by the name of the text."""
 
 SummaryRow = tuple[str, str, str, str]
 """A row of the report's first table: quantity, before, after, ratio."""
@@ -35,7 +34,7 @@ class EvaluationContext:
         role: Whether the base or the compressed model is measured.
         texts: The evaluation texts.
         tokenizer: None if the model comes without one.
-        probe: A few token ids of the calibration data; None outside of a run.
+        probe: A sequence of the calibration data; None outside of a run.
         steps: The passes of the recipe with the layers that they work on.
         layers: The `LayerResult` of every pass and layer, as mappings.
         settings: What is measured.
@@ -50,7 +49,7 @@ class EvaluationContext:
     role: Literal["base", "compressed"] = "compressed"
     texts: Texts = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None
-    probe: Int[Tensor, "1 length"] | None = None
+    probe: Batch | None = None
     steps: Sequence[Step] = ()
     layers: Sequence[Mapping[str, Any]] = ()
     settings: Evaluate = field(default_factory=Evaluate)

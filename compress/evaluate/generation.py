@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
-from compress.models.kinds.inputs import prompt_length
-from compress.models.kinds.kinds import answers_prompts
+from compress.models.kinds.kinds import answers_prompts, prompt_length
 from compress.numerics.statistics import mean
 
 TOKENS = 96  # of an answer; enough to see a loop

@@ -13,7 +13,7 @@ from compress.checkpoint.caches import stated_policy
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.models.caches.attentions import attentions_with_cache, cache_policies, read_keys_and_values, watching
 from compress.models.caches.base import CACHE_PARTS
-from compress.models.kinds.objective import without_cache
+from compress.models.kinds.contract import run_on
 from compress.numerics.metrics import relative_error
 
 
@@ -78,7 +78,7 @@ class KVCache(Evaluator):
                     errors[f"{part}, {text}"].append(relative_error(approximation, x))
 
         with watching(attentions_with_cache(model), see), torch.no_grad():
-            model(input_ids=context.probe.to(next(model.parameters()).device), **without_cache(model))
+            run_on(model, context.probe.to(next(model.parameters()).device))
         return {
             "bytes_per_token": {"before": bytes_before, "after": bytes_after},
             "stated": stated_policy(model, policies, context.run.format) is not None,

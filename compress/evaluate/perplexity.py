@@ -10,14 +10,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.data.ids import corpus_sha256
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, plus_minus
 from compress.evaluate.divergence import Divergence, summarized
 from compress.evaluate.store import Results, digest_of
 from compress.evaluate.windows import Window, WindowTask, measure_windows
-from compress.models.kinds.kinds import is_headless
-from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, objective_of
-from compress.models.kinds.recordings import longest
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.kinds import is_headless, objective_of
 from compress.numerics.statistics import mean, ratio
 
 LARGEST = 700  # nats; exp overflows a float64 above 709
@@ -30,7 +30,7 @@ class Score(Record):
         loss: Mean loss in nats over the targets of all windows.
         tokens: Number of targets.
         seconds: Wall time.
-        of: Kind of the targets: 'next tokens' or 'masked tokens', whose perplexities cannot be compared.
+        of: ModelKind of the targets: 'next tokens' or 'masked tokens', whose perplexities cannot be compared.
         perplexity: exp(loss); infinity if that overflows.
         stderr: Standard error of the loss, with windows as the units of sampling.
         bits_per_byte: Of the text in UTF-8; None for masked tokens and without a tokenizer.
@@ -84,9 +84,9 @@ class TextQuality(Record):
 
 def perplexity(
     model: nn.Module,
-    ids: Int[Tensor, "windows length"],
+    text: Int[Tensor, "windows length"] | Examples,
     progress: Callable[[int, int], None] | None = None,
-    lm_objective: LMObjective = NEXT_TOKENS,
+    lm_objective: ModelKind = CAUSAL,
     stride: int | None = None,
 ) -> Score:
     """Measure the mean loss of each token given the tokens before it in its window.
@@ -97,7 +97,7 @@ def perplexity(
 
     Args:
         model: Model to measure.
-        ids: Token ids.
+        text: Token ids, or examples.
         progress: Is called with (number of measured windows, number of windows) after every window.
         lm_objective: What the model predicts.
         stride: See `WindowTask`.
@@ -107,7 +107,8 @@ def perplexity(
         ModelError: for next tokens of a model that predicts masked tokens.
     """
     task = WindowTask(lm_objective, stride=stride)
-    return score_of(measure_windows(model, ids, task, Results(None), progress), lm_objective.of)
+    windows = text if isinstance(text, Examples) else Examples.of_ids(text)
+    return score_of(measure_windows(model, windows, task, Results(None), progress), lm_objective.predicts)
 
 
 def score_of(windows: Sequence[Window], of: str) -> Score:
@@ -154,11 +155,11 @@ class Perplexity(Evaluator):
         if not context.texts or is_headless(model):
             return measured
         settings, lm_objective = context.settings, objective_of(model, context.tokenizer)
-        for name, ids in context.texts.items():
+        for name, examples in context.texts.items():
             facts = {
-                "windows": ids.shape[0],
-                "length": longest(ids),
-                "sha256": corpus_sha256(ids),
+                "windows": len(examples),
+                "length": examples.length,
+                "sha256": examples.sha256(),
                 "stride": settings.stride,
             }
             text = digest_of(facts)[:16]
@@ -169,7 +170,7 @@ class Perplexity(Evaluator):
                 lm_objective, context.tokenizer, settings.stride, settings.top_k, base_folder, context.role
             )
             tell = context.progress(f"perplexity of {context.model} on {name}")
-            windows = measure_windows(model, ids, task, context.store.results(f"text {text}"), tell)
+            windows = measure_windows(model, examples, task, context.store.results(f"text {text}"), tell)
             divergence = None
             if task.top_k is not None and all("kl" in window for window in windows):
                 divergence = summarized(
@@ -177,7 +178,7 @@ class Perplexity(Evaluator):
                 ).model_dump()
             measured[name] = {
                 **facts,
-                "score": score_of(windows, lm_objective.of).model_dump(),
+                "score": score_of(windows, lm_objective.predicts).model_dump(),
                 "divergence": divergence,
             }
         return measured
@@ -198,7 +199,7 @@ class Perplexity(Evaluator):
         rows = []
         for text in result:
             base, compressed, of = text.base, text.compressed, text.compressed.of
-            kind = "perplexity" if of == NEXT_TOKENS.of else f"perplexity of {of}"
+            kind = "perplexity" if of == CAUSAL.predicts else f"perplexity of {of}"
             name = f"{kind}, {text.text} ({text.windows} x {text.length} tokens)"
             if base is None:
                 rows.append((name, "", f"{compressed.perplexity:.2f}", ""))

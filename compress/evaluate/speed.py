@@ -24,8 +24,8 @@ from compress.errors import ModelError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
 from compress.layers.linear import CompressedLinear
+from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import answers_prompts, described
-from compress.models.kinds.objective import text_config
 from compress.native.library import instruction_set
 
 BATCHES = 1, 8  # sequences decoded together: one user, and a small server

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.data.ids import Sample, check_text, check_vocabulary, model_sample, sample
+from compress.data.listed import lists_of
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results
-from compress.models.kinds.kinds import RECORDED, described, kind_of, reads_whole_texts
-from compress.models.kinds.objective import IGNORED, NEXT_TOKENS, LMObjective
+from compress.models.kinds.batch import IDS, IGNORED, Batch, Examples
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.kinds import adapter_of, described
 from compress.numerics.metrics import rows_of_chunk
 
 Window = dict[str, Any]
@@ -43,7 +46,7 @@ class WindowTask:
         role: Whether these tokens are written (base) or compared with (compressed).
     """
 
-    lm_objective: LMObjective = NEXT_TOKENS
+    lm_objective: ModelKind = CAUSAL
     tokenizer: PreTrainedTokenizerBase | None = None
     stride: int | None = None
     top_k: int | None = None
@@ -62,7 +65,7 @@ class WindowTask:
 
 def measure_windows(
     model: nn.Module,
-    ids: Int[Tensor, "windows length"],
+    examples: Examples,
     task: WindowTask,
     results: Results,
     progress: Callable[[int, int], None] | None = None,
@@ -71,7 +74,7 @@ def measure_windows(
 
     Args:
         model: Model to measure.
-        ids: Token ids.
+        examples: The windows.
         task: How windows are measured.
         results: Stored results.
         progress: Is called with (number of measured windows, number of windows) after every window.
@@ -82,22 +85,22 @@ def measure_windows(
 
     def compute(indices: list[int]) -> None:
         for count, index in enumerate(indices, start=1):
-            results.put([(task.key(index), measure_window(model, ids[index], index, task))])
+            results.put([(task.key(index), measure_window(model, examples[index], index, task))])
             if progress is not None:
                 progress(count, len(indices))
 
-    return results.fill(range(len(ids)), task.key, compute)
+    return results.fill(range(len(examples)), task.key, compute)
 
 
 @torch.no_grad()
-def measure_window(model: nn.Module, ids: Int[Tensor, " length"], index: int, task: WindowTask) -> Window:
+def measure_window(model: nn.Module, window: Batch, index: int, task: WindowTask) -> Window:
     """Measure one window; masks and scored targets depend on its index."""
     begin, lm_objective = perf_counter(), task.lm_objective
-    shown = ids[None].to(next(model.parameters()).device)
+    shown = Examples((window.to(next(model.parameters()).device),))
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [index]).logits, shown, [index])
-    positions = (lm_objective.targets(shown, [index])[0] != IGNORED).nonzero()[:, 0] + (lm_objective is NEXT_TOKENS)
+    positions = (lm_objective.targets(shown, [index])[0] != IGNORED).nonzero()[:, 0] + lm_objective.shift
     if task.stride is not None and index > 0:
-        scored = positions >= len(ids) - task.stride
+        scored = positions >= window.length - task.stride
         logits, targets, positions = logits[scored], targets[scored], positions[scored]
     rows = rows_of_chunk(logits.shape[-1])
     loss = sum(
@@ -109,11 +112,12 @@ def measure_window(model: nn.Module, ids: Int[Tensor, " length"], index: int, ta
             f"the model's loss is NaN on window {index} of the evaluation text; evaluate it with --dtype float32, or "
             "write its checkpoint again"
         )
-    size = bytes_of(ids, int(positions[0]), task.tokenizer) if len(positions) and lm_objective is NEXT_TOKENS else None
-    window: Window = {"loss": loss, "tokens": len(targets), "bytes": size}
+    counts = len(positions) and lm_objective.streams
+    size = bytes_of(window.inputs[IDS][0], int(positions[0]), task.tokenizer) if counts else None
+    result: Window = {"loss": loss, "tokens": len(targets), "bytes": size}
     if task.base is not None and task.top_k is not None:
-        window |= _compared(logits, positions, index, task.top_k, task)
-    return window | {"seconds": perf_counter() - begin}
+        result |= _compared(logits, positions, index, task.top_k, task)
+    return result | {"seconds": perf_counter() - begin}
 
 
 def _compared(logits: Tensor, positions: Tensor, index: int, top_k: int, task: WindowTask) -> dict[str, Any]:
@@ -146,18 +150,19 @@ def bytes_of(ids: Int[Tensor, " length"], start: int, tokenizer: PreTrainedToken
 
 
 def check_stride(model: nn.Module, stride: int | None) -> None:
-    """Check that windows do not overlap if a window is a recording.
+    """Check that windows do not overlap if they are no parts of a stream of text.
 
     Raises:
         CalibrationError: if they do.
     """
-    if stride is not None and kind_of(model) is RECORDED:
+    lists = adapter_of(model).lists
+    if stride is not None and lists is not None and lists.only:
         raise CalibrationError(
             f"test: stride {stride}: {described(model)}, each of which is one window; write stride: null"
         )
 
 
-def evaluation_ids(
+def evaluation_examples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     text: str | TextSource,
@@ -166,7 +171,7 @@ def evaluation_ids(
     stride: int | None = None,
     seed: int = 0,
 ) -> Sample:
-    """Read the token ids of an evaluation text.
+    """Read the windows of an evaluation text.
 
     Args:
         model: Model that reads them.
@@ -178,7 +183,7 @@ def evaluation_ids(
         seed: Of the selection of documents.
 
     Returns:
-        Token ids [windows, length], and the use of the text.
+        The windows, and the use of the text.
 
     Raises:
         CalibrationError: as `model_sample`, and for windows that cannot overlap.
@@ -188,7 +193,7 @@ def evaluation_ids(
     if stride is None or stride == length:
         return model_sample(*source_facts, source, "test", count, length, seed)
     place = f"test: stride {stride}"
-    if source.stored or not source.packing or reads_whole_texts(model):
+    if source.stored or not source.packing or not adapter_of(model).streams or lists_of(model, source) is not None:
         raise CalibrationError(f"{place} needs one stream of text and a model of next tokens; write stride: null")
     required_tokenizer = needs_tokenizer(tokenizer, "test")
     prefix = opening_tokens(source, required_tokenizer, "test")
@@ -206,4 +211,6 @@ def evaluation_ids(
         )
     rows = ids.flatten().unfold(0, text_length, stride)
     rows = torch.cat([torch.tensor(prefix, dtype=ids.dtype).expand(len(rows), -1), rows], dim=1)
-    return rows, use.model_copy(update={"sequences": len(rows), "length": length, "bos": len(prefix) > 0})
+    return Examples.of_ids(rows), use.model_copy(
+        update={"sequences": len(rows), "length": length, "bos": len(prefix) > 0}
+    )

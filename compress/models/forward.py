@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.errors import NumericError
-from compress.models.kinds.kinds import answer_of
-from compress.models.kinds.objective import LMObjective, run_on
+from compress.models.kinds.batch import Batch, Examples
+from compress.models.kinds.contract import ModelKind, required_answer, run_on
 from compress.models.structure.blocks import Block, hidden_argument, hidden_of
 from compress.models.tensors import is_finite
 from compress.numerics.metrics import rows_of_chunk
@@ -33,15 +33,13 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
         yield
 
 
-def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "*batch cells"]:
+def logits_of(model: nn.Module, batch: Batch) -> Float[Tensor, "*batch cells"]:
     """The model's answer (`answer_of`) in float32: its logits, or the last hidden states of an encoder."""
     with torch.no_grad():
-        found = answer_of(run_on(model, ids.to(next(model.parameters()).device)))
-    assert found is not None  # a model is checked before it is used
-    return found.float()
+        return required_answer(run_on(model, batch.to(next(model.parameters()).device))).float()
 
 
-def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch length"]) -> list[Tensor]:
+def states(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> list[Tensor]:
     """The input of every block and the output of the last one, [batch, length, width] each. Raises NumericError."""
     found: list[Tensor] = []
 
@@ -55,19 +53,19 @@ def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch le
         for block in blocks:
             stack.callback(block.module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(blocks[-1].module.register_forward_hook(after).remove)
-        logits_of(model, ids)
+        logits_of(model, batch)
     if not is_finite(found[-1]):
         raise NumericError(f"{blocks[-1].name}: the block's output holds NaN or infinity on the calibration text")
     return found
 
 
 @torch.no_grad()
-def total_loss(model: nn.Module, ids: Int[Tensor, " length"], lm_objective: LMObjective, row: int) -> tuple[float, int]:
+def total_loss(model: nn.Module, example: Batch, lm_objective: ModelKind, row: int) -> tuple[float, int]:
     """The sum of the losses over all targets, in nats, and the number of targets.
 
-    row: the number of the sequence; the masks depend on it.
+    example: one sequence. row: its number, on which the masks depend.
     """
-    shown = ids[None].to(next(model.parameters()).device)
+    shown = Examples((example.to(next(model.parameters()).device),))
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [row]).logits, shown, [row])
     rows = rows_of_chunk(logits.shape[-1])
     pairs = zip(logits.split(rows), targets.split(rows), strict=True)
@@ -75,7 +73,7 @@ def total_loss(model: nn.Module, ids: Int[Tensor, " length"], lm_objective: LMOb
     return found, len(targets)
 
 
-def mean_loss(model: nn.Module, ids: Int[Tensor, "sequences length"], lm_objective: LMObjective) -> float:
+def mean_loss(model: nn.Module, examples: Examples, lm_objective: ModelKind) -> float:
     """The mean loss over all targets, in nats; the model runs one sequence at a time."""
-    found = [total_loss(model, row, lm_objective, i) for i, row in enumerate(ids)]
+    found = [total_loss(model, example, lm_objective, i) for i, example in enumerate(examples)]
     return sum(loss for loss, _ in found) / sum(count for _, count in found)

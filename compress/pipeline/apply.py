@@ -16,14 +16,15 @@ from compress.checkpoint.sources.supported import check_supported
 from compress.errors import CalibrationError
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import open_experts
-from compress.models.kinds.recordings import batches, beginning
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.kinds import adapter_of, examples_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.resolve import resolve, run_of, teachers
 from compress.pipeline.sources import in_memory
-from compress.pipeline.texts import PROBE_TOKENS, given_ids, probe_without_data
+from compress.pipeline.texts import PROBE_TOKENS
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe, Save, read_passes
 
@@ -31,7 +32,7 @@ from compress.recipe.schema import Recipe, Save, read_passes
 def apply(
     model: PreTrainedModel,
     passes: Pass | Sequence[Pass],
-    calibration: Tensor | Mapping[str, Any] | None = None,
+    calibration: Tensor | Mapping[str, Any] | Examples | None = None,
     batch: int = 4,
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
@@ -43,11 +44,11 @@ def apply(
     Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
 
     passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
-    [sequences, length]; for a model that hears recordings a mapping with input_features (or input_values) and labels,
-    as of transformers; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
-    model, for passes that learn from it; by default a copy of the model. tokenizer: provides the mask token, for passes
-    that train a masked language model or compute its loss. masks: 'keep': the zeros of a dense linear with more than a
-    fifth of zeros stay zero; 'forget': they are ordinary weights.
+    [sequences, length], or a batch as a data collator of transformers returns it: for a model of recordings a mapping
+    with input_features (or input_values) and labels; required unless all passes are data-free. batch: sequences per
+    batch. teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer:
+    provides the mask token, for passes that train a masked language model or compute its loss. masks: 'keep': the zeros
+    of a dense linear with more than a fifth of zeros stay zero; 'forget': they are ordinary weights.
 
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
@@ -66,11 +67,12 @@ def apply(
     resolved = resolve(recipe, opened)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
-    ids = None if calibration is None else given_ids(model, calibration)
-    probe = probe_without_data(model, resolved.sample, PROBE_TOKENS) if ids is None else beginning(ids, PROBE_TOKENS)
+    examples = None if calibration is None else examples_of(model, calibration)
+    without_data = partial(adapter_of(model).probe, model, resolved.sample, PROBE_TOKENS)
+    probe = without_data() if examples is None else examples.beginning(PROBE_TOKENS)
     open_original = None if teacher is None else partial(in_memory, teacher)
     check_original_given(resolved.steps, teacher is not None)
     services = {"open_teacher": teachers(passes, model, teacher, opened), "open_original": open_original}
-    run = run_of(resolved, journal, calibration=ids, **services)
-    engine(resolved, [] if ids is None else batches(ids, batch), probe, run, Memory())
+    run = run_of(resolved, journal, calibration=examples, **services)
+    engine(resolved, [] if examples is None else examples.batches(batch), probe, run, Memory())
     return model

@@ -26,6 +26,7 @@ from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.writer import OUTSIDE, CheckpointWriter, write_probe
 from compress.errors import OutputError
 from compress.layers.scheme import LayerScheme
+from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import PhaseCost, Run
@@ -183,7 +184,7 @@ def _from_json(values: Any, folder: Path) -> Manifest:
 class Shards:
     """The sink of `run`: it writes a shard per finished block, snapshots between segments, and other files at the end.
 
-    probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: the files that state the
+    probe: a sequence; its logits are stored for the comparison after reloading. recipe: the files that state the
     recipe, by name. loads_in: the dtype of computation that the checkpoint states. accept: raises an error for the name
     of a block and the final schemes of its linears, by full name, that must not be written. Of several processes, rank
     0 writes, and every one restores; all wait for each other at the end of a segment.
@@ -193,7 +194,7 @@ class Shards:
     run: Run
     steps: Sequence[Step]
     manifest: Manifest
-    probe: Tensor
+    probe: Batch
     recipe: Mapping[str, str]
     loads_in: torch.dtype = torch.float32
     accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
@@ -276,7 +277,7 @@ class Shards:
         quantize_embeddings(self.opened, self.run, self.steps)
         self._earlier.setdefault(OUTSIDE, []).extend(asdict(result) for result in ends)
         if self.first and segment.last:
-            write_probe(folder / WORK / PROBE_FILE, self.probe, logits())
+            write_probe(folder / WORK / PROBE_FILE, self.probe.tensors(), logits())
         elif self.first:
             self._complete_snapshot(segment)
         self.run.processes.wait()  # all processes have read the previous snapshot

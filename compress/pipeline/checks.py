@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from compress.errors import TargetError
-from compress.models.kinds.objective import objective_of
+from compress.models.kinds.kinds import objective_of
 from compress.models.structure.ends import find_ends
 from compress.passes.contract.facts import ANY_LAYER
 from compress.pipeline.model_facts import ModelFacts

@@ -6,37 +6,30 @@ import socket
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from jaxtyping import Int
-from torch import Tensor
-
 from compress.errors import CalibrationError, UserError
-from compress.models.kinds.recordings import batches, is_recorded
+from compress.models.kinds.batch import Batch, Examples
 from compress.passes.contract.passes import Step, calibrates
 from compress.passes.contract.processes import Processes
 
 
-def own_batches(
-    ids: Int[Tensor, "sequences length"], batch: int, processes: Processes
-) -> list[Int[Tensor, "batch length"]]:
+def own_batches(examples: Examples, batch: int, processes: Processes) -> list[Batch]:
     """The part of every calibration batch that belongs to this process: sequence i belongs to rank i mod size.
 
     So every step of a pass that learns from one batch has the same sequences for any number of processes.
     """
-    parts = [part[processes.share(range(len(part)), start)] for start, part in _batches(ids, batch)]
-    return [part for part in parts if len(part)]
+    shares = [(part, processes.share(range(len(part)), start)) for start, part in _batches(examples, batch)]
+    return [part.select(rows) for part, rows in shares if rows]
 
 
-def _batches(ids: Tensor, batch: int) -> list[tuple[int, Tensor]]:
+def _batches(examples: Examples, batch: int) -> list[tuple[int, Batch]]:
     """The batches with the numbers of their first sequences."""
-    parts = batches(ids, batch)
+    parts = examples.batches(batch)
     return list(zip(accumulate([len(part) for part in parts[:-1]], initial=0), parts, strict=True))
 
 
-def check_divided(
-    steps: Sequence[Step], ids: Int[Tensor, "sequences length"], batch: int, processes: Processes
-) -> None:
+def check_divided(steps: Sequence[Step], examples: Examples, batch: int, processes: Processes) -> None:
     """Raise CalibrationError when there are too few sequences for the processes."""
-    size, count = processes.size, len(ids)
+    size, count = processes.size, len(examples)
     if size == 1 or not calibrates(steps):
         return
     if count < size:
@@ -44,11 +37,11 @@ def check_divided(
             f"calibration: {count} sequences cannot be divided over the {size} processes of the launcher; use "
             f"sequences: {size} or more, or launch {count}"
         )
-    least = min(len(part) for _, part in _batches(ids, batch))
+    least = min(len(part) for _, part in _batches(examples, batch))
     for where, step, _ in steps:
         if step.requires.batches and least < size:
             remedy = f"use calibration.batch: {size} or more that divides the {count} sequences"
-            if is_recorded(ids):  # a batch has transcripts of one length
+            if len(examples.by_shape()) > 1:  # a batch has transcripts of one length
                 remedy = "use a shorter calibration.length, to which more transcripts are cut"
             raise CalibrationError(
                 f"{where}: learns in steps of one calibration batch, and the {size} processes of the launcher need a "

@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.checkpoint.opened import OpenModel
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block, find_blocks
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import LayerResult
@@ -100,10 +101,10 @@ def segments(steps: Sequence[Step]) -> list[Segment]:
 
 
 @plain_torch()
-def engine(resolved: ResolvedRecipe, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink) -> None:
+def engine(resolved: ResolvedRecipe, batches: Sequence[Batch], probe: Batch, run: Run, sink: Sink) -> None:
     """Apply all passes to the model.
 
-    batches: calibration ids, [batch, length] each. probe: ids [1, length] that run with the batches.
+    batches: calibration batches. probe: a sequence that runs with the batches.
     """
     steps, opened = resolved.steps, resolved.opened
     round_to_storage(opened.model, run)

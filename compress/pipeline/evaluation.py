@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.load import dtype_to_compare, load
@@ -28,10 +27,10 @@ from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.result import Comparison, ModelResult
 from compress.evaluate.store import Store, digest_of
-from compress.evaluate.windows import evaluation_ids
-from compress.models.kinds.kinds import Kind, described, is_headless, kind_of
-from compress.models.kinds.objective import objective_of
-from compress.models.structure.front import Front, front_if_any
+from compress.evaluate.windows import evaluation_examples
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.kinds import described, features_of, is_headless, kind_of, objective_of
 from compress.passes.contract.context import Run, device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes, copies_limit
@@ -52,16 +51,16 @@ class CommonInputs:
     """What all models of an evaluation must share with the one that is loaded first.
 
     Attributes:
-        texts: Token ids of the evaluation texts by name.
+        texts: Windows of the evaluation texts by name.
         tokenizer: Tokenizer of the first model.
-        kind: Kind of the first model.
-        front: Feature extractor of a model of recordings.
+        kind: ModelKind of the first model.
+        features: Features that the first model reads besides token ids.
     """
 
-    texts: dict[str, Tensor]
+    texts: dict[str, Examples]
     tokenizer: PreTrainedTokenizerBase | None
-    kind: Kind | None
-    front: Front | None
+    kind: ModelKind | None
+    features: object | None
 
 
 def evaluate_models(
@@ -121,7 +120,7 @@ def evaluate_models(
             if common is None:
                 results.settings = settings = _suited(settings, model, journal)
                 texts = texts_of(model, tokenizer, settings)
-                common = CommonInputs(texts, tokenizer, kind_of(model), front_if_any(model))
+                common = CommonInputs(texts, tokenizer, kind_of(model), features_of(model))
                 if base is None and is_headless(model):
                     raise headless_error(model, source)
             else:
@@ -271,15 +270,15 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 def texts_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: Evaluate
-) -> dict[str, Tensor]:
-    """Read the token ids of all texts by name.
+) -> dict[str, Examples]:
+    """Read the windows of all texts by name.
 
     Raises:
         CalibrationError: for texts that cannot be read.
     """
     shape = settings.windows, settings.length, settings.stride
     texts = requested_texts(settings, model)
-    return {as_source(text).label: evaluation_ids(model, tokenizer, text, *shape)[0] for text in texts}
+    return {as_source(text).label: evaluation_examples(model, tokenizer, text, *shape)[0] for text in texts}
 
 
 def check_same(
@@ -290,11 +289,11 @@ def check_same(
     Raises:
         ModelError: if it has others.
     """
-    kind, front = kind_of(model), front_if_any(model)
+    kind, features = kind_of(model), features_of(model)
     if kind != common.kind and kind is not None and common.kind is not None:
         raise ModelError(f"model: {base} {common.kind.name}, {source} {kind.name}; evaluate them in two calls")
-    if front != common.front:
-        raise ModelError(f"model: {base} reads {common.front}, {source} {front}; evaluate them in two calls")
+    if features != common.features:
+        raise ModelError(f"model: {base} reads {common.features}, {source} {features}; evaluate them in two calls")
     difference = first_difference(common.tokenizer, tokenizer)
     if difference is not None:
         difference = difference.replace("in the teacher", f"in {base}").replace("in the model", f"in {source}")

@@ -17,7 +17,6 @@ from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import pooling_in
 from compress.checkpoint.sources.hub import at_commit
 from compress.checkpoint.writer import OUTSIDE
-from compress.data.ids import corpus_sha256
 from compress.errors import one_line
 from compress.evaluate import Results, combine_all, measure_all, measured_of
 from compress.evaluate.base import EvaluationContext
@@ -25,6 +24,7 @@ from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproductio
 from compress.evaluate.gate import quality_error
 from compress.evaluate.result import Predicted, Verification
 from compress.evaluate.store import Store, digest_of
+from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal
 from compress.pipeline.checkpoint import PROBE_FILE, open_folder
@@ -112,7 +112,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
         settled = update_plan(planned, manifest.schemes_of(opened), run.format, run.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
-    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=reference["ids"], layers=results)
+    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=Batch.of_tensors(reference), layers=results)
     measured.measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
@@ -125,7 +125,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     )
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
-    reproduce = reproduction(recipe, opened, run, *digests, corpus_sha256(job.ids), job.uses)
+    reproduce = reproduction(recipe, opened, run, *digests, job.examples.sha256(), job.uses)
     report = run_result(opened, run, folder, checkpoint, passes, measured.combined(), reproduce)
     write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder, manifest.staged)

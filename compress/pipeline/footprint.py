@@ -15,16 +15,13 @@ from torch import Tensor
 
 from compress.checkpoint.save import outside_dense
 from compress.data.ids import extent
-from compress.data.recorded import count_in
+from compress.data.listed import count_in, lists_of
 from compress.data.text_source import TextSource, as_source
 from compress.layers.scheme import LayerScheme
-from compress.models.kinds.inputs import text_lengths
-from compress.models.kinds.kinds import RECORDED, is_headless, kind_of, texts_in_row
-from compress.models.kinds.objective import text_config
-from compress.models.kinds.recordings import row_bytes
+from compress.models.kinds.contract import text_config
+from compress.models.kinds.kinds import adapter_of, is_headless
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends
-from compress.models.structure.front import front_of, target_positions
 from compress.numerics.quant.codes import groups_in
 from compress.passes.contract.memory import STORE_BYTES, ProblemSize
 from compress.passes.contract.passes import LayerPass, ModelPass, Pass, calibrates, measured_tokens
@@ -86,7 +83,7 @@ class Footprint:
         self.shapes = self.resolved.shapes
         calibration = self.recipe.calibration
         sequences, self.length = extent(calibration, calibration.sequences, calibration.length)
-        if kind_of(self.opened.model) is RECORDED:
+        if lists_of(self.opened.model, calibration) is not None:
             sequences = sequences or count_in(calibration, "calibration")
         else:
             self.length = measured_tokens(self.steps, self.length)
@@ -94,7 +91,7 @@ class Footprint:
         read = sequences
         if not calibrates(self.steps):
             batch = sequences = min(1, sequences)  # as `run` does
-        self.lengths = self._lengths()
+        self.lengths = adapter_of(self.opened.model).stack_lengths(self.opened.model, self.length)
         self.length = sum(self.lengths)
         self.sequences, self.batch, self.tokens = sequences, batch, sequences * self.length
         self.itemsize = self.opened.dtype.itemsize
@@ -102,28 +99,21 @@ class Footprint:
         self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
-        self.rows_bytes = self._rows_bytes(read + sequences)
+        self.listed_bytes = self._listed_bytes(read + sequences)
         self.outside, self.ends = outside_dense(self.opened), find_ends(self.opened.model)
 
-    def _lengths(self) -> list[int]:
-        """The tokens of a sequence in each stack; of recordings those of the longest transcript that may be."""
-        model = self.opened.model
-        if kind_of(model) is not RECORDED:
-            return text_lengths(texts_in_row(model), self.length)
-        known = [count for count in (self.length, target_positions(model)) if count]
-        return [front_of(model).positions, min(known, default=0)]
-
-    def _rows_bytes(self, calibrated: int) -> int:
-        """Bytes of the rows of recordings: those of the calibration, of its batches, and of the evaluation.
+    def _listed_bytes(self, calibrated: int) -> int:
+        """Bytes of the examples of lists: those of the calibration, of its batches, and of the evaluation.
 
         Token ids of texts are small and not counted.
         """
         model, windows = self.opened.model, None if self.recipe.eval is None else self.recipe.eval.windows
-        if kind_of(model) is not RECORDED:
-            return 0
-        counts = [count_in(as_source(text), "test") for text in self.texts]
+        size = adapter_of(model).feature_bytes(model, self.lengths[-1])
+        listed = [as_source(text) for text in self.texts if size and lists_of(model, as_source(text)) is not None]
+        counts = [count_in(text, "test") for text in listed]
         evaluated = sum(counts if windows is None else (min(count, windows) for count in counts))
-        return (calibrated + evaluated) * row_bytes(front_of(model).size, self.lengths[1])
+        calibrated = calibrated if lists_of(model, self.recipe.calibration) is not None else 0
+        return (calibrated + evaluated) * size
 
     @property
     def states_bytes(self) -> int:
@@ -138,7 +128,7 @@ class Footprint:
         """The memory of each part of the run: of each pass in the block where it takes most, and of the evaluation."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         where = "tensors outside of the blocks"
-        rows = {"recordings": self.rows_bytes} if self.rows_bytes else {}
+        rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
         always, whole_ends = rows | {where: self.held(self._unmapped())}, rows | {where: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
         found = [Need(EVALUATION, whole_ends | evaluated)]

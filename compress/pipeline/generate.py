@@ -7,8 +7,7 @@ from typing import Any
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.errors import ModelError
-from compress.models.kinds.inputs import prompt_length
-from compress.models.kinds.kinds import answers_prompts, described
+from compress.models.kinds.kinds import answers_prompts, described, prompt_length
 
 
 def generate_text(

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.passes import ModelPass, Step
 from compress.pipeline.model_facts import ModelFacts

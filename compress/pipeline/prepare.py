@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
-from compress.data.ids import TextUse, corpus_sha256
+from compress.data.ids import TextUse
 from compress.evaluate.store import digest_of
 from compress.layers.scheme import LayerScheme
+from compress.models.kinds.batch import Examples
 from compress.passes.contract.context import Run, device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.processes import ALONE, Processes
@@ -25,7 +24,7 @@ from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.resolve import ResolvedRecipe, resolve, run_of
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import open_original, open_start, open_teacher, take_in_compressed
-from compress.pipeline.texts import calibration_ids, eval_ids
+from compress.pipeline.texts import calibration_examples, eval_examples
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
 from compress.sweep.quantized_embeddings import quantize_embeddings
@@ -35,7 +34,7 @@ from compress.sweep.quantized_embeddings import quantize_embeddings
 class Job:
     """The inputs of a run, complete before it starts.
 
-    ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
+    examples: for the calibration. texts: windows of the evaluation by name, which are read first: errors come early.
     stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation. accept: see
     `Shards`.
     """
@@ -43,8 +42,8 @@ class Job:
     resolved: ResolvedRecipe
     run: Run
     planned: Plan
-    ids: Tensor
-    texts: dict[str, Tensor]
+    examples: Examples
+    texts: dict[str, Examples]
     manifest: Manifest
     stated: dict[str, str]
     uses: tuple[TextUse, ...] = ()
@@ -99,27 +98,27 @@ def prepare(
     )
     accept = settled_check(resolved)
     quantize_embeddings(opened, run, resolved.steps)
-    evaluated = eval_ids(recipe, opened)
-    texts = {use.text: ids for ids, use in evaluated}
+    evaluated = eval_examples(recipe, opened)
+    texts = {use.text: windows for windows, use in evaluated}
     with run.phase("calibration text"):
-        ids, uses = calibration_ids(recipe, opened)
-    wanted, code = identity(recipe, opened.fingerprint, corpus_sha256(ids))
+        examples, uses = calibration_examples(recipe, opened)
+    wanted, code = identity(recipe, opened.fingerprint, examples.sha256())
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     take_in_compressed(opened, run)
-    check_divided(resolved.steps, ids, recipe.calibration.batch, processes)
+    check_divided(resolved.steps, examples, recipe.calibration.batch, processes)
     with processes.first_goes_first():
         manifest = open_folder(out, wanted, overwrite, code)
     inputs = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
-    inputs["calibration text"] = corpus_sha256(ids)
-    inputs["evaluation text"] = digest_of([corpus_sha256(text) for text in texts.values()])
+    inputs["calibration text"] = examples.sha256()
+    inputs["evaluation text"] = digest_of([windows.sha256() for windows in texts.values()])
     inputs["output folder"] = manifest.state
     check_same_inputs(inputs, processes)
     if manifest.complete and (damaged := manifest.damaged()):
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
-    run, uses = replace(run, calibration=ids), (*uses, *(use for _, use in evaluated))
-    return Job(resolved, run, planned, ids, texts, manifest, _at_commit(recipe, opened), uses, accept)
+    run, uses = replace(run, calibration=examples), (*uses, *(use for _, use in evaluated))
+    return Job(resolved, run, planned, examples, texts, manifest, _at_commit(recipe, opened), uses, accept)
 
 
 def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:

@@ -13,12 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import CompressError, ModelError, NumericError, TargetError
 from compress.models.experts import open_experts
-from compress.models.kinds.objective import LMObjective
+from compress.models.kinds.contract import ModelKind
 from compress.models.reshape.reconfigure import sketch, tensors, with_blocks
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass
 from compress.pipeline.resolve import ResolvedRecipe, with_config
-from compress.pipeline.trial import random_ids
+from compress.pipeline.trial import random_examples
 
 LARGEST = 1 << 26
 """Numbers in a rehearsed model; three copies of so many take 0.8 GB in float32."""
@@ -46,9 +46,9 @@ def rehearse(resolved: ResolvedRecipe) -> list[str]:
     return notes
 
 
-def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: LMObjective) -> None:
+def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: ModelKind) -> None:
     """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
-    run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective)
+    run = Run(label=where, calibration=random_examples(model, SEQUENCES, LENGTH), lm_objective=objective)
     try:
         step.apply(model, run)
     except NumericError:

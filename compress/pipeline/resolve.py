@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.formats.base import Format
@@ -23,7 +23,10 @@ from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears, scheme_of, shape_of
 from compress.layers.scheme import LayerScheme, transform_class
 from compress.models.caches.attentions import attentions_containing, cache_policies
-from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
+from compress.models.kinds.batch import Batch
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind, text_config
+from compress.models.kinds.kinds import objective_of
 from compress.models.reshape.reconfigure import sketch
 from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import end_layer, find_ends
@@ -78,8 +81,8 @@ class ResolvedRecipe:
     form: OpenModel
     storage: torch.dtype
     format: Format
-    objective: LMObjective
-    sample: Tensor
+    objective: ModelKind
+    sample: Batch
     left_out: tuple[str, ...] = ()
 
     @property
@@ -404,13 +407,13 @@ def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
     return found | {end.name: end_layer(opened.model, end).shape for end in find_ends(opened.model)}
 
 
-def lm_objective_for(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
+def lm_objective_for(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> ModelKind:
     """Return `Run.lm_objective`. The tokenizer needs a mask token only if a pass uses the objective.
 
     Raises ModelError for a missing mask token; RecipeError for options that have no effect on the objective.
     """
     users = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective]
-    found = objective_of(opened.model, opened.tokenizer, seed) if users else NEXT_TOKENS
+    found = objective_of(opened.model, opened.tokenizer, seed) if users else CAUSAL
     for where, step in users:
         step.adapt_objective(found, where)
     return found

@@ -27,9 +27,10 @@ from compress.layers.linear import linears, renew_linear
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import inference_dtype
 from compress.models.experts import open_experts
-from compress.models.kinds.kinds import described, texts_in_row
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
+from compress.models.kinds.kinds import described
 from compress.models.reshape.reconfigure import with_blocks
+from compress.models.structure.blocks import has_two_stacks
 from compress.pipeline.model_facts import facts_of
 from compress.pipeline.plan import plan_on
 from compress.pipeline.resolve import resolve, schemes_of
@@ -102,7 +103,7 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     else:
         opened = form = open_model(str(subject), codes=True)
         schemes, stored = _stored(opened)
-    if texts_in_row(opened.model) > 1:
+    if has_two_stacks(opened.model):
         raise ModelError(f"model: {described(opened.model)}; the roofline is that of a decoder alone")
     check_length(text_config(opened.config), context)
     states = [State(opened, {}, {})] + [State(form, schemes, stored)] * bool(stored or form is not opened)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.containers.files import told_of_writing
-from compress.models.kinds.recordings import beginning
 from compress.passes.contract.context import device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.limits import size_of
@@ -80,11 +79,11 @@ def default_folder(recipe: Recipe | str | Path) -> Path:
 
 def compress(job: Job) -> None:
     """Apply all passes and write the shards and the other files of the checkpoint."""
-    ids, batch = job.ids, job.recipe.calibration.batch
+    examples, batch = job.examples, job.recipe.calibration.batch
     resolved, run = job.resolved, job.run
-    probe, own = beginning(ids, PROBE_TOKENS), own_batches(ids, batch, run.processes)
+    probe, own = examples.beginning(PROBE_TOKENS), own_batches(examples, batch, run.processes)
     if not calibrates(resolved.steps):
-        own = [beginning(ids, ERROR_TOKENS)]
+        own = [examples.beginning(ERROR_TOKENS)]
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else run.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, run, resolved.steps, job.manifest, probe, *about)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,8 +27,9 @@ from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears
-from compress.models.kinds.kinds import described, is_headless, texts_in_row
-from compress.models.structure.blocks import Block
+from compress.models.kinds.batch import IDS, Batch, Examples
+from compress.models.kinds.kinds import described, is_headless
+from compress.models.structure.blocks import Block, has_two_stacks
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
@@ -99,18 +99,24 @@ def sensitivity(
         raise RecipeError("--choice: write at least one, such as --choice int4")
     folder = model_folder(model)
     base, tokenizer = load(folder, dtype, where)
-    if is_headless(base) or texts_in_row(base) > 1:
+    if is_headless(base) or has_two_stacks(base):
         raise ModelError(f"model: {described(base)}; the sensitivity of layers is measured on next tokens")
     fingerprint = fingerprint_of(folder, weight_files(folder))
-    ids = model_sample(base, tokenizer, text, "test", windows, length)[0]
+    examples = model_sample(base, tokenizer, text, "test", windows, length)[0]
     needed = any(step.requires.data for step in read.values())
     calibration = model_sample(base, tokenizer, text, "calibration", *CALIBRATION)[0] if needed else None
     found: list[Sensitivity] = []
     with shown_progress(journal) if progress else nullcontext():
-        reference = Reference.of(base, ids)
+        reference = Reference.of(base, examples)
         for name, step in read.items():
             key = digest_of(
-                fingerprint, __version__, step.model_dump(mode="json"), type(step).key(), dtype, ids.tolist(), level
+                fingerprint,
+                __version__,
+                step.model_dump(mode="json"),
+                type(step).key(),
+                dtype,
+                examples.sha256(),
+                level,
             )
             results = Results(None if work is None else work / key[:16])
             found += _measure(name, step, reference, Source(folder, dtype, where, calibration), level, results, journal)
@@ -122,8 +128,8 @@ def sensitivity(
         model=model,
         fingerprint=fingerprint,
         text=text,
-        windows=len(ids),
-        length=ids.shape[1],
+        windows=len(examples),
+        length=examples.length,
         level=level,
         choices=spelled,
         found=found,
@@ -132,12 +138,12 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class Source:
-    """Where a further copy of the model comes from, and the token ids that passes need."""
+    """Where a further copy of the model comes from, and the examples that passes need."""
 
     folder: Path
     dtype: str
     device: torch.device
-    calibration: Int[Tensor, "sequences length"] | None
+    calibration: Examples | None
 
     def compressed(self, step: Pass, base: PreTrainedModel) -> dict[str, CompressedLinear]:
         """The linears of a copy that the pass changed. Raises TargetError if the pass changes anything else."""
@@ -164,10 +170,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReferenceWindow:
     """One window of the original model: the input of each block and its arguments, and what is kept of its logits."""
 
-    ids: Int[Tensor, "1 length"]
+    window: Batch
     inputs: list[Tensor]
     calls: dict[int, Call]
     kept: SampledDistribution
@@ -181,35 +187,34 @@ class Reference:
     model: PreTrainedModel
     shell: ModelShell
     blocks: list[Block]
-    batches: list[Batch]
+    windows: list[ReferenceWindow]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, ids: Int[Tensor, "windows length"]) -> Reference:
+    def of(cls, model: PreTrainedModel, examples: Examples) -> Reference:
         """Run the model on each window."""
         opened = in_memory(model)
-        shell, batches = ModelShell(opened), []
+        shell, windows = ModelShell(opened), []
         shell.check()
-        for window in ids.to(opened.device).split(1):
+        for window in examples.to(opened.device):
             seen = shell.capture(window)
             inputs = [seen.hidden]
             for block in opened.blocks:
                 inputs.append(seen.calls[block.index].run(block.module, inputs[-1]))
             logits = shell.logits(window, inputs[-1])[0]
-            batches.append(
-                Batch(window, inputs[:-1], seen.calls, SampledDistribution.of(logits, TOP_K), loss_of(logits, window))
-            )
-        return cls(model, shell, opened.blocks, batches)
+            kept = SampledDistribution.of(logits, TOP_K)
+            windows.append(ReferenceWindow(window, inputs[:-1], seen.calls, kept, loss_of(logits, window)))
+        return cls(model, shell, opened.blocks, windows)
 
     def divergences(self, first: int) -> list[tuple[float, float]]:
         """(KL divergence, increase of the loss) per window, of a model that differs from block `first` on."""
         found = []
-        for batch in self.batches:
-            hidden = batch.inputs[first]
+        for reference in self.windows:
+            hidden = reference.inputs[first]
             for block in self.blocks[first:]:
-                hidden = batch.calls[block.index].run(block.module, hidden)
-            logits = self.shell.logits(batch.ids, hidden)[0]
-            kl = batch.kept.divergence(logits)[0].mean()
-            found.append((float(kl), loss_of(logits, batch.ids) - batch.loss))
+                hidden = reference.calls[block.index].run(block.module, hidden)
+            logits = self.shell.logits(reference.window, hidden)[0]
+            kl = reference.kept.divergence(logits)[0].mean()
+            found.append((float(kl), loss_of(logits, reference.window) - reference.loss))
         return found
 
 
@@ -217,9 +222,9 @@ def _same(module: CompressedLinear, before: nn.Module) -> bool:
     return isinstance(before, CompressedLinear) and before.sha256() == module.sha256()
 
 
-def loss_of(logits: Tensor, ids: Int[Tensor, "1 length"]) -> float:
+def loss_of(logits: Tensor, window: Batch) -> float:
     """The mean loss of the next tokens in nats."""
-    return float(nn.functional.cross_entropy(logits[:-1].float(), ids[0, 1:]))
+    return float(nn.functional.cross_entropy(logits[:-1].float(), window.inputs[IDS][0, 1:]))
 
 
 @contextmanager

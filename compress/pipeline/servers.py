@@ -18,7 +18,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, TargetError, call_foreign
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 from compress.models.structure.links import find_groups
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe

@@ -1,12 +1,10 @@
-"""The texts of a recipe on a model: checks before the run, calibration ids, evaluation ids."""
+"""The texts of a recipe on a model: checks before the run, calibration and evaluation examples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.checkpoint.opened import OpenModel
@@ -14,14 +12,11 @@ from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource, as_source
-from compress.errors import CalibrationError, RecipeError
+from compress.errors import RecipeError
 from compress.evaluate.harness.tasks import check_tasks
-from compress.evaluate.windows import check_stride, evaluation_ids
-from compress.models.kinds.inputs import check_rows
-from compress.models.kinds.kinds import RECORDED, answers_prompts, answers_tasks, described, is_headless, kind_of
-from compress.models.kinds.objective import text_config
-from compress.models.kinds.recordings import is_recorded, rows_of, stacked
-from compress.models.structure.front import check_recordings, front_of
+from compress.evaluate.windows import check_stride, evaluation_examples
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
@@ -68,47 +63,19 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
             check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
 
 
-def calibration_ids(recipe: Recipe, opened: OpenModel) -> tuple[Tensor, list[TextUse]]:
-    """The recipe's calibration token ids, [sequences, length], and the use of each of its texts.
+def calibration_examples(recipe: Recipe, opened: OpenModel) -> tuple[Examples, list[TextUse]]:
+    """The recipe's calibration examples, and the use of each of its texts.
 
     The sequences of a mixture are shuffled, so that each batch holds sequences of several texts.
 
     Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
     """
     samples = [_calibration_sample(recipe, text, count, opened) for text, count in recipe.calibration.texts()]
-    ids = stacked([ids for ids, _ in samples])
+    examples = Examples(tuple(example for part, _ in samples for example in part))
     if len(samples) > 1:
-        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(recipe.seed))]
-    return ids, [use for _, use in samples]
-
-
-def given_ids(model: PreTrainedModel, given: Tensor | Mapping[str, Any]) -> Tensor:
-    """The calibration ids that a caller gives: token ids, or the features and labels of recordings.
-
-    Raises CalibrationError for empty ids, and for those of another kind of model.
-    """
-    if isinstance(given, Mapping):
-        if kind_of(model) is not RECORDED:
-            raise CalibrationError(
-                f"calibration: {described(model)}, and this is a mapping with {', '.join(map(str, given)) or 'nothing'}"
-                '; give token ids, such as batch["input_ids"]'
-            )
-        ids = rows_of(given, time=front_of(model).time)
-    else:
-        ids = given
-        if ids.dim() != 2 or not ids.numel():
-            raise CalibrationError(
-                f"calibration: holds no tokens ({list(ids.shape)}); use token ids [sequences, length]"
-            )
-    check_rows(model, ids)
-    if is_recorded(ids):
-        check_recordings(model, ids, [f"calibration: recording {i}" for i in range(len(ids))])
-    return ids
-
-
-def probe_without_data(model: PreTrainedModel, sample: Tensor, tokens: int) -> Tensor:
-    """The sequence on which passes without calibration prove their rewrites. sample: with which the model runs."""
-    return sample if is_recorded(sample) else torch.arange(tokens)[None] % text_config(model.config).vocab_size
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(recipe.seed))
+        examples = examples[order.tolist()]
+    return examples, [use for _, use in samples]
 
 
 def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, opened: OpenModel) -> Sample:
@@ -120,11 +87,12 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
         tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
         prefix = opening_tokens(text, tokenizer, "calibration")
         ids = self_sampled(model, tokenizer, count or 64, length or 512, recipe.seed, prefix=prefix)
-    return ids, TextUse.of_ids(text.label, "calibration", ids, bos=len(prefix) > 0)
+        examples = adapter_of(model).of_ids(model, ids)
+    return examples, TextUse.of_examples(text.label, "calibration", examples, bos=len(prefix) > 0)
 
 
-def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:
-    """Token ids of every evaluation text, [windows, length], and its use; empty for `eval: null`.
+def eval_examples(recipe: Recipe, opened: OpenModel) -> list[Sample]:
+    """The windows of every evaluation text, and its use; empty for `eval: null`.
 
     The names of tasks are checked, too (`check_tasks`).
     """
@@ -133,4 +101,4 @@ def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:
         return []
     check_tasks(wanted)
     shape = wanted.windows, wanted.length, wanted.stride
-    return [evaluation_ids(*known, text, *shape, recipe.seed) for text in texts_of(wanted, opened.model)]
+    return [evaluation_examples(*known, text, *shape, recipe.seed) for text in texts_of(wanted, opened.model)]

@@ -15,15 +15,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window
 from compress.models.forward import logits_of
-from compress.models.kinds.kinds import is_headless
-from compress.models.kinds.objective import objective_of
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.kinds import adapter_of, is_headless, objective_of
 from compress.models.reshape.reconfigure import build, renumbered, tensors, with_blocks
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import vocabulary_size
@@ -132,13 +131,13 @@ class Bench:
 
     def run(self, batches: int, times: int) -> tuple[dict[str, float], PreTrainedModel]:
         """The seconds of every phase with so many batches and `times` * STEPS steps, and the compressed model."""
-        model, ids = copy.deepcopy(self.model), random_ids(self.model, batches * self.batch, self.length)
+        model, examples = copy.deepcopy(self.model), random_examples(self.model, batches * self.batch, self.length)
         steps = [(label, shortened(step, times * STEPS), list(names)) for label, step, names in self.steps]
         opened = in_memory(model, self.resolved.opened.tokenizer)
         resolved = replace(self.resolved, opened=opened, form=opened, steps=tuple(steps))
         teacher = teachers([step for _, step, _ in steps], model, None, opened)
-        run = run_of(resolved, Journal(), calibration=ids, open_teacher=teacher)
-        engine(resolved, list(ids.split(self.batch)), ids[:1, :PROBE_TOKENS], run, Memory())
+        run = run_of(resolved, Journal(), calibration=examples, open_teacher=teacher)
+        engine(resolved, examples.batches(self.batch), examples.beginning(PROBE_TOKENS), run, Memory())
         return {name: cost.seconds for name, cost in run.costs.items()}, model
 
 
@@ -162,15 +161,15 @@ def trial(resolved: ResolvedRecipe, window: int) -> Trial:
 
 def forward(model: PreTrainedModel, length: int) -> Forward:
     """Measure the forward pass of a model with one block."""
-    opened, ids = in_memory(model), random_ids(model, 1, length)
-    shell, work = ModelShell(opened), partial(logits_of, model, ids)
+    opened, window = in_memory(model), random_examples(model, 1, length)[0]
+    shell, work = ModelShell(opened), partial(logits_of, model, window)
     if not is_headless(model):
-        work = partial(measure_window, model, ids[0], 0, WindowTask(objective_of(model, None)))
-    hidden = shell.capture(ids).hidden
+        work = partial(measure_window, model, window, 0, WindowTask(objective_of(model, None)))
+    hidden = shell.capture(window).hidden
     work()
     whole = _seconds(work)
-    plain = _seconds(lambda: shell.logits(ids, shell.capture(ids).hidden))
-    calls = shell.capture(ids).calls
+    plain = _seconds(lambda: shell.logits(window, shell.capture(window).hidden))
+    calls = shell.capture(window).calls
     with torch.no_grad():
         block = _seconds(lambda: calls[0].run(opened.blocks[0].module, hidden))
     return Forward(block, max(whole - block, plain))
@@ -186,10 +185,11 @@ def _seconds(work: Any) -> float:
     return min(found)
 
 
-def random_ids(model: PreTrainedModel, count: int, length: int) -> Tensor:
-    """Token ids [count, length] that every vocabulary has."""
+def random_examples(model: PreTrainedModel, count: int, length: int) -> Examples:
+    """Random token ids of a vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary_size(model), (count, length), generator=generator)
+    ids = torch.randint(vocabulary_size(model), (count, length), generator=generator)
+    return adapter_of(model).of_ids(model, ids)
 
 
 def chosen_block(blocks: Sequence[Block], steps: Sequence[Step]) -> Block:

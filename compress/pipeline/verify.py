@@ -34,6 +34,7 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.attentions import cache_digests, cache_policies, copy_policy
 from compress.models.experts import open_experts
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
 from compress.passes.contract.memory import available_bytes
@@ -71,7 +72,7 @@ def verify(
 ) -> tuple[Verified, PreTrainedModel]:
     """Reload with compress.load and, unless the recipe or the format says otherwise, with transformers alone.
 
-    digests: sha256 of every layer's codes. reference: 'ids', and 'logits' of the computed model for them. caches:
+    digests: sha256 of every layer's codes. reference: a `Batch`, and 'logits' of the computed model for them. caches:
     `cache_sha256` of every attention module with a cache policy.
 
     Raises VerificationError, which names the layer or the reader with the difference, or the reader that cannot be
@@ -83,8 +84,9 @@ def verify(
             raise VerificationError(f"{folder}: the codes of {name} differ from the computed ones after reloading")
     if differing := cache_digests(model).items() ^ (caches or {}).items():
         raise VerificationError(f"{folder}: the cache policy of {min(differing)[0]} differs after reloading")
-    logits = logits_of(model, reference["ids"].to(run.device)).cpu()
-    effect = _rounding_effect(model, reference["ids"].to(run.device), logits)
+    batch = Batch.of_tensors(reference)
+    logits = logits_of(model, batch).cpu()
+    effect = _rounding_effect(model, batch, logits)
     own = _compare("compress.load", logits, reference["logits"], folder, TOLERANCE, effect)
     format_ = recipe.save.target()
     skipped = not_asked(recipe)
@@ -108,7 +110,7 @@ def verify(
     _cast_dequantized(other, dtype, run)
     _copy_cache_policies(model, other, run)
     _dequantize_on_demand(other)
-    logits = logits_of(other, reference["ids"].to(run.device)).cpu()
+    logits = logits_of(other, batch).cpu()
     tolerance = ROUNDED_TOLERANCE if kinds else TOLERANCE
     theirs = _compare("transformers", logits, reference["logits"], folder, tolerance, effect)
     open_experts(other)
@@ -128,7 +130,7 @@ def check_size(folder: Path, written_bytes: int, planned_bytes: int) -> None:
         )
 
 
-def _rounding_effect(model: nn.Module, ids: Tensor, logits: Tensor) -> float:
+def _rounding_effect(model: nn.Module, batch: Batch, logits: Tensor) -> float:
     """The largest change of logits by activation quantization; 0 without any. logits: those of the model."""
     roundings = {m: m.rounding for m in model.modules() if isinstance(m, CompressedLinear) and m.rounding is not None}
     if not roundings:
@@ -136,7 +138,7 @@ def _rounding_effect(model: nn.Module, ids: Tensor, logits: Tensor) -> float:
     try:
         for layer in roundings:
             layer.round_inputs(None)
-        return float((logits_of(model, ids).cpu() - logits).abs().max())
+        return float((logits_of(model, batch).cpu() - logits).abs().max())
     finally:
         for layer, rounding in roundings.items():
             layer.round_inputs(rounding)

@@ -16,7 +16,9 @@ from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
 from compress.evaluate.result import RunResult
-from compress.models.kinds.kinds import CAUSAL, RECORDED, Kind, answers_prompts, kind_of
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.kinds import answers_prompts, kind_of
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Step
 from compress.recipe.yaml import plain_values
@@ -38,12 +40,12 @@ class CardFacts:
     Attributes:
         facts: Facts of the compressed layers.
         generates: Whether the model generates text from a prompt.
-        kind: Kind of the model.
+        kind: ModelKind of the model.
     """
 
     facts: frozenset[Fact]
     generates: bool
-    kind: Kind
+    kind: ModelKind
 
     @classmethod
     def of(cls, steps: Sequence[Step], model: PreTrainedModel) -> CardFacts:
@@ -111,7 +113,8 @@ def _use(report: RunResult, facts: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
     readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
     auto, generates = facts.kind.auto, facts.generates
-    name, auto_processor = ("processor", "AutoProcessor") if facts.kind is RECORDED else ("tokenizer", "AutoTokenizer")
+    auto_processor = facts.kind.processor
+    name = auto_processor.removeprefix("Auto").lower()
     parts = [
         "With compress (`FOLDER`: a local copy of this repository):\n\n"
         '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```'

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.linear import linears
 from compress.models.experts import Experts, roles
-from compress.models.kinds.objective import without_cache
+from compress.models.kinds.contract import without_cache
 
 
 @dataclass(frozen=True)

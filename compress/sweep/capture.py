@@ -14,18 +14,16 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, ModelError, NumericError, call_foreign
 from compress.models.experts import exercised
-from compress.models.kinds.inputs import shape_of_answer
-from compress.models.kinds.kinds import SUPPORTED, answer_of
-from compress.models.kinds.objective import run_on
-from compress.models.kinds.recordings import beginning, is_recorded
+from compress.models.kinds.batch import Batch
+from compress.models.kinds.contract import SUPPORTED, answer_of, run_on
+from compress.models.kinds.kinds import adapter_of, answer_shape
 from compress.models.structure.blocks import Block, hidden_argument, hidden_of, stack_of
-from compress.models.structure.front import samples_for
 from compress.models.tensors import is_finite
 from compress.sweep.store import ActivationStore
 
@@ -87,7 +85,7 @@ def hold(calls: dict[int, Call], store: ActivationStore) -> dict[int, Call]:
 
 @dataclass
 class Captured:
-    """The inputs of the blocks of one stack for one batch of ids.
+    """The inputs of the blocks of one stack for one batch.
 
     hidden: the input of the first block. calls: one per block, by the index of the block.
     """
@@ -131,7 +129,7 @@ Form = Callable[[Tensor], Any]
 
 
 class ModelShell:
-    """The model around its blocks: ids -> first block's input, last block's output -> logits or another answer.
+    """The model around its blocks: batch -> first block's input, last block's output -> logits or another answer.
 
     bring: loads the weights of the first block of a stack, by default as they are stored.
     """
@@ -148,14 +146,14 @@ class ModelShell:
         """The number of stacks of the model."""
         return self._opened.blocks[-1].stack + 1
 
-    def capture(self, ids: Int[Tensor, "batch length"], stack: int = 0, given: Tensor | None = None) -> Captured:
-        """Run the model on token ids while its blocks return their input, and record the arguments of a stack's blocks.
+    def capture(self, batch: Batch, stack: int = 0, given: Tensor | None = None) -> Captured:
+        """Run the model on a batch while its blocks return their input, and record the arguments of a stack's blocks.
 
         given: the output of the last block of the stack before it.
 
         Raises ModelError when a block does not receive the unchanged output of the block before it.
         """
-        forms = [self._form(ids, number) for number in range(stack + 1)]
+        forms = [self._form(batch, number) for number in range(stack + 1)]
         mine = stack_of(self._opened.blocks, stack)
         first = mine[0].index
         seen: list[tuple[Tensor, Call]] = []
@@ -177,7 +175,7 @@ class ModelShell:
             return forms[stack](hidden)
 
         try:
-            self._run(ids, pass_on)
+            self._run(batch, pass_on)
         except _Enough:
             pass
         else:
@@ -206,12 +204,12 @@ class ModelShell:
         self._shared[block.stack] = rest
         return lambda hidden: (hidden, *rest)
 
-    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "*batch cells"]:
-        """The model's answer (`answer_of`) for the last block's output hidden states on these ids, such as its logits.
+    def logits(self, batch: Batch, hidden: Tensor) -> Float[Tensor, "*batch cells"]:
+        """The model's answer (`answer_of`) for the last block's output hidden states on this batch, such as its logits.
 
         Raises ModelError for an output without an answer for every token, or for every sequence where the kind has one.
         """
-        forms = [self._form(ids, number) for number in range(self.stacks)]
+        forms = [self._form(batch, number) for number in range(self.stacks)]
         last, seen = self._opened.blocks[-1].index, set[int]()
 
         def replay(block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -223,13 +221,13 @@ class ModelShell:
             seen.add(block.index)
             return forms[block.stack](hidden if block.index == last else _split(block, args, kwargs)[0])
 
-        answer = answer_of(self._run(ids, replay))
-        if answer is None or answer.shape[:-1] != shape_of_answer(self._opened.model, ids):
-            found = "no logits" if answer is None else f"logits of shape {list(answer.shape)} for ids {list(ids.shape)}"
+        answer = answer_of(self._run(batch, replay))
+        if answer is None or answer.shape[:-1] != answer_shape(self._opened.model, batch):
+            found = "no logits" if answer is None else f"logits of shape {list(answer.shape)} for {batch.shape()}"
             raise ModelError(f"model: {type(self._opened.model).__name__} returns {found}; {SUPPORTED}")
         return answer
 
-    def inputs_of(self, module: nn.Module, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Tensor:
+    def inputs_of(self, module: nn.Module, batch: Batch, hidden: Tensor) -> Tensor:
         """The input of a module after the last block, such as the output head. hidden: the last block's output."""
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -237,23 +235,23 @@ class ModelShell:
 
         handle = module.register_forward_pre_hook(stop)
         try:
-            self.logits(ids, hidden)
+            self.logits(batch, hidden)
         except _Found as found:
             return found.args[0]
         finally:
             handle.remove()
         raise ModelError(f"model: {type(self._opened.model).__name__} does not run its output head on token ids")
 
-    def _form(self, ids: Tensor, stack: int) -> Form:
+    def _form(self, batch: Batch, stack: int) -> Form:
         """How an output of a stack's blocks holds the hidden states, from one real call of its first block."""
         if stack not in self._forms:
             first = stack_of(self._opened.blocks, stack)[0]
             self._bring(first)
             plain = type(first.module).forward
-            self._learn(ids, stack, lambda args, kwargs: plain(first.module, *args, **kwargs))
+            self._learn(batch, stack, lambda args, kwargs: plain(first.module, *args, **kwargs))
         return self._forms[stack]
 
-    def _learn_on_meta(self, ids: Tensor, stack: int) -> None:
+    def _learn_on_meta(self, batch: Batch, stack: int) -> None:
         """Learn the same from a copy of the first block without weights."""
         first = copy.deepcopy(stack_of(self._opened.blocks, stack)[0].module).to("meta")
         plain = type(first).forward
@@ -264,9 +262,9 @@ class ModelShell:
                 output = plain(first, *args, **kwargs)
             return output if isinstance(output, Tensor) else tuple(_zeros(part, self._opened.device) for part in output)
 
-        self._learn(ids, stack, without_weights)
+        self._learn(batch, stack, without_weights)
 
-    def _learn(self, ids: Tensor, stack: int, first_block: Callable[[Any, Any], Any]) -> None:
+    def _learn(self, batch: Batch, stack: int, first_block: Callable[[Any, Any], Any]) -> None:
         """Learn the form of a stack's outputs from a function that runs its first block."""
 
         def learn(block: Block, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +273,7 @@ class ModelShell:
             raise _Enough(first_block(args, kwargs))
 
         try:
-            self._run(beginning(ids, LEARNED_TOKENS), learn)
+            self._run(batch.beginning(LEARNED_TOKENS), learn)
         except _Enough as learned:
             output = learned.args[0]
         else:
@@ -289,11 +287,11 @@ class ModelShell:
         else:
             self._forms[stack] = lambda hidden: hidden
 
-    def _run(self, ids: Tensor, forward: Callable[..., Any]) -> Any:
+    def _run(self, batch: Batch, forward: Callable[..., Any]) -> Any:
         with torch.no_grad(), _forwards(self._opened.blocks, forward):
-            return run_on(self._opened.model, ids.to(self._opened.device))
+            return run_on(self._opened.model, batch.to(self._opened.device))
 
-    def sketch(self, ids: Int[Tensor, "batch length"], stack: int = 0, given: Tensor | None = None) -> Captured:
+    def sketch(self, batch: Batch, stack: int = 0, given: Tensor | None = None) -> Captured:
         """As `capture`, on a few tokens, for blocks without weights in memory.
 
         The weights of a stack's first block are read only if it cannot run without them.
@@ -301,14 +299,14 @@ class ModelShell:
         first = stack_of(self._opened.blocks, stack)[0]
         if any(tensor.is_meta for tensor in first.module.parameters()):
             with suppress(CannotRun):  # then the block runs with its weights
-                call_foreign(self._learn_on_meta, ids, stack)
+                call_foreign(self._learn_on_meta, batch, stack)
         self._sketching = True
         try:
-            return self.capture(ids, stack, given)
+            return self.capture(batch, stack, given)
         finally:
             self._sketching = False
 
-    def check(self) -> Int[Tensor, "1 length"]:
+    def check(self) -> Batch:
         """Run the model on a sample while its blocks return their input; weights of blocks are not read.
 
         Returns the sample: a few token ids, or a recording. Raises ModelError unless the model runs on it alone, calls
@@ -317,14 +315,13 @@ class ModelShell:
         model = self._opened.model
         blocks = self._opened.blocks
         before = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
-        *others, last = samples_for(model)
+        *others, last = adapter_of(model).samples(model)
         try:
-            ids = next((one for one in others if self._runs(one) is None), last)
-            if ids is last and (error := self._runs(last)) is not None:
-                alone = "recordings" if is_recorded(last) else "token ids"
+            sample = next((other for other in others if self._runs(other) is None), last)
+            if sample is last and (error := self._runs(last)) is not None:
                 raise ModelError(
-                    f"model: {type(model).__name__} does not run on {alone} alone ({type(error).__name__}: {error}); "
-                    f"{SUPPORTED}"
+                    f"model: {type(model).__name__} does not run on {adapter_of(model).media} alone "
+                    f"({type(error).__name__}: {error}); {SUPPORTED}"
                 ) from error
         finally:
             self._forms.clear()
@@ -334,23 +331,23 @@ class ModelShell:
                     f"model: {type(model).__name__} changes {name} in its forward pass, so its weights cannot be "
                     "compressed; use another model"
                 )
-        return ids
+        return sample
 
-    def _runs(self, ids: Int[Tensor, "1 length"]) -> Exception | None:
+    def _runs(self, batch: Batch) -> Exception | None:
         """Run the model on a sample; returns the error with which it cannot. Raises ModelError for other faults."""
         try:
-            call_foreign(self._sketch_all, ids)
+            call_foreign(self._sketch_all, batch)
         except CannotRun as error:
             return error.cause
         return None
 
-    def _sketch_all(self, ids: Int[Tensor, "1 length"]) -> None:
+    def _sketch_all(self, batch: Batch) -> None:
         """Run all stacks and the head on a sample."""
         hidden = None
         for stack in range(self.stacks):
-            hidden = self.sketch(ids, stack, hidden).hidden
+            hidden = self.sketch(batch, stack, hidden).hidden
         assert hidden is not None
-        self.logits(ids, hidden)
+        self.logits(batch, hidden)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
 from compress.models.structure.links import Group, Link, find_groups
 from compress.models.structure.permutations import Permutation
@@ -50,7 +51,7 @@ class SweepState:
     permutations: dict[Hashable, list[Permutation]] = field(default_factory=dict)
     unquantized: dict[str, Tensor] | None = None
 
-    def enter(self, block: Block, shell: ModelShell, probe: Tensor, batches: Iterable[Tensor]) -> None:
+    def enter(self, block: Block, shell: ModelShell, probe: Batch, batches: Iterable[Batch]) -> None:
         """Enter the stack of a block, whose first inputs depend on the outputs of the previous stack.
 
         The uncompressed model gets its own outputs of that stack.
@@ -58,8 +59,8 @@ class SweepState:
         Args:
             block: the block.
             shell: the model around its blocks.
-            probe: token ids of the probe.
-            batches: token ids of the batches.
+            probe: inputs of the probe.
+            batches: inputs of the batches.
         """
         if block.stack == self.stack:
             return
@@ -67,13 +68,13 @@ class SweepState:
         probe_capture = shell.capture(probe, block.stack, self.probe)
         self.probe, self.probe_calls = probe_capture.hidden, probe_capture.calls
         shared_store, reference_store = self.hidden.empty(), self.hidden.empty()
-        for i, ids in enumerate(batches):
-            captured = shell.capture(ids, block.stack, self.hidden[i])
+        for i, batch in enumerate(batches):
+            captured = shell.capture(batch, block.stack, self.hidden[i])
             self.hidden[i], self.calls[i] = captured.hidden, hold(captured.calls, shared_store)
             self.tokens[i] = {*self.tokens[i], tokens_of(captured.hidden)}
             self.reference_calls[i] = self.calls[i]
             if self.reference is not None:
-                captured = shell.capture(ids, block.stack, self.reference[i])
+                captured = shell.capture(batch, block.stack, self.reference[i])
                 self.reference[i], self.reference_calls[i] = captured.hidden, hold(captured.calls, reference_store)
 
 
@@ -84,8 +85,8 @@ def tokens_of(hidden: Float[Tensor, "batch length width"]) -> int:
 
 def capture_inputs(
     shell: ModelShell,
-    probe: Tensor,
-    batches: Iterable[Tensor],
+    probe: Batch,
+    batches: Iterable[Batch],
     store_bytes: int,
     work: Path | None,
     needs_reference: bool = False,
@@ -94,8 +95,8 @@ def capture_inputs(
 
     Args:
         shell: the model around its blocks.
-        probe: token ids of the probe.
-        batches: token ids of the batches.
+        probe: inputs of the probe.
+        batches: inputs of the batches.
         store_bytes: size limit of the activations in memory.
         work: folder for further activations, or None.
         needs_reference: whether to store reference activations.
@@ -105,8 +106,8 @@ def capture_inputs(
     state = SweepState(
         ActivationStore(store_bytes, work), reference, [], [], [], probe_capture.hidden, probe_capture.calls
     )
-    for ids in batches:
-        batch_capture = shell.capture(ids)
+    for batch in batches:
+        batch_capture = shell.capture(batch)
         state.hidden.append(batch_capture.hidden)
         if state.reference is not None:
             state.reference.append(batch_capture.hidden)

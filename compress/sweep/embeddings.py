@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compress.checkpoint.opened import OpenModel
 from compress.layers.linear import CompressedLinear
+from compress.models.kinds.batch import IDS, Batch
 from compress.models.structure.ends import End, find_ends, replace_end
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.context import Run
@@ -91,28 +92,27 @@ class EmbeddingWork:
         self.embedding_tasks = [task for task in tasks if task[2].embedding is not None]
         self.head_tasks = [task for task in tasks if task[2].embedding is None]
 
-    def embeddings(self, probe: Tensor) -> list[LayerResult]:
+    def embeddings(self, probe: Batch) -> list[LayerResult]:
         """Solve the embedding, tied or not.
 
         Args:
-            probe: token ids; the error is measured on their rows.
+            probe: one sequence; the error is measured on the rows of its tokens.
         """
         results = []
-        rows = probe.unique()
         for label, step, end in self.embedding_tasks:
             with self.run.phase(label):
                 layer = replace_end(self.opened.model, end)
-                ids = rows.to(self.opened.device)
+                ids = probe.inputs[IDS].unique().to(self.opened.device)
                 original_rows = layer.rows_at(ids, torch.float32)
                 result = self._solve(label, step, end, layer, ())
                 results.append(replace(result, error=relative_error(layer.rows_at(ids, torch.float32), original_rows)))
         return results
 
-    def heads(self, batches: Sequence[Tensor], hidden: Iterable[Tensor]) -> list[LayerResult]:
+    def heads(self, batches: Sequence[Batch], hidden: Iterable[Tensor]) -> list[LayerResult]:
         """Solve an untied LM head.
 
         Args:
-            batches: token ids of the batches.
+            batches: inputs of the batches.
             hidden: outputs of the last block for the batches.
         """
         results = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.checkpoint.formats.base import Ends
 from compress.checkpoint.opened import OpenModel
 from compress.layers.parts.codes import CodesPart, CodesScheme
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 from compress.models.structure.ends import find_ends
 from compress.numerics.quant.codes import quantize
 from compress.passes.contract.context import Run

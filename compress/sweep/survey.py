@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from compress.checkpoint.opened import OpenModel
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import in_experts
-from compress.models.kinds.recordings import batches, beginning
 from compress.models.structure.blocks import Block
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer, Surveyed
@@ -99,11 +98,11 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
     """
     assert run.calibration is not None
     opened = OpenModel.in_memory(model)
-    ids = run.calibration
+    examples = run.calibration
     tasks = [SurveyTask(label, survey, names, {})]
     if survey.whole:
-        survey.prepare(model, names, batches(ids, BATCH), run)
-    shell, texts = ModelShell(opened), (beginning(ids, PROBE), batches(ids, BATCH))
+        survey.prepare(model, names, examples.batches(BATCH), run)
+    shell, texts = ModelShell(opened), (examples.beginning(PROBE), examples.batches(BATCH))
     with torch.no_grad():
         state = capture_inputs(shell, *texts, run.store_bytes, run.work)
         allocations = run_surveys(

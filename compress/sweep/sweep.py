@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.opened import OpenModel
+from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
@@ -55,8 +56,8 @@ class Sweep:
     Attributes:
         opened: the model.
         steps: label, pass and full names of its linears, in order.
-        batches: calibration ids [batch, length] of this process; may be empty if no pass needs data.
-        probe: ids [1, length] that run with the batches, for proofs and the final comparison.
+        batches: calibration batches of this process; may be empty if no pass needs data.
+        probe: one sequence that runs with the batches, for proofs and the final comparison.
         run: the run.
         store_bytes: size limit of activations in memory.
         expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
@@ -69,8 +70,8 @@ class Sweep:
 
     opened: OpenModel
     steps: Sequence[tuple[str, LayerPass | BlockPass, Sequence[str]]]
-    batches: Sequence[Tensor]
-    probe: Tensor
+    batches: Sequence[Batch]
+    probe: Batch
     run: Run
     store_bytes: int = STORE_BYTES
     expert_tokens: int = EXPERT_TOKENS

@@ -14,33 +14,34 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.errors import NumericError, TargetError
 from compress.layers.linear import CompressedLinear, shape_of
-from compress.models.kinds.kinds import DISTRIBUTIONS, answer_of, kind_of
-from compress.models.kinds.objective import run_on
+from compress.models.kinds.batch import Batch
+from compress.models.kinds.contract import DISTRIBUTIONS, required_answer, run_on
+from compress.models.kinds.kinds import kind_of
 from compress.models.structure.blocks import find_blocks, hidden_argument
 
 ProgressReport = Callable[[int], None]
 """Called with the number of completed sequences."""
 
 
-def label_generator(row: Int[Tensor, "1 length"], seed: int) -> torch.Generator:
+def label_generator(row: Batch, seed: int) -> torch.Generator:
     """Return the generator of the sampled labels of a sequence; it does not depend on the process or the order."""
-    return torch.Generator().manual_seed(zlib.crc32(row.cpu().numpy().tobytes(), seed))
+    return torch.Generator().manual_seed(zlib.crc32(row.content(), seed))
 
 
-def sampled_nll(model: nn.Module, ids: Int[Tensor, "1 length"], draw: torch.Generator) -> tuple[Tensor, int]:
+def sampled_nll(model: nn.Module, row: Batch, draw: torch.Generator) -> tuple[Tensor, int]:
     """Compute the negative log-likelihood of labels that are sampled from the model's own predictions.
 
     Scores and embeddings, which are not distributions, are treated as means of normal distributions of variance 1.
 
     Args:
         model: the model.
-        ids: one sequence.
+        row: one sequence.
         draw: generator of the labels.
 
     Returns:
@@ -49,8 +50,7 @@ def sampled_nll(model: nn.Module, ids: Int[Tensor, "1 length"], draw: torch.Gene
     Raises:
         NumericError: for predictions that are not finite.
     """
-    answer = answer_of(run_on(model, ids.to(next(model.parameters()).device)))
-    assert answer is not None  # a model is checked before it is used
+    answer = required_answer(run_on(model, row.to(next(model.parameters()).device)))
     if not bool(answer.detach().isfinite().all()):
         raise NumericError("the model's predictions hold NaN or infinity on the calibration text")
     kind = kind_of(model)
@@ -66,7 +66,7 @@ def sampled_nll(model: nn.Module, ids: Int[Tensor, "1 length"], draw: torch.Gene
 def weight_curvature(
     model: nn.Module,
     names: Sequence[str],
-    rows: Sequence[Int[Tensor, "1 length"]],
+    rows: Sequence[Batch],
     seed: int,
     report_progress: ProgressReport,
 ) -> tuple[dict[str, Float[Tensor, "out in"]], int]:
@@ -80,7 +80,7 @@ def weight_curvature(
     Args:
         model: the model.
         names: names of the linears.
-        rows: token ids of each sequence.
+        rows: each sequence.
         seed: seed of the sampled labels.
         report_progress: called with the number of completed sequences.
 
@@ -152,7 +152,7 @@ def _differentiate_from_embedding(model: nn.Module) -> Iterator[None]:
 def hessian_traces(
     model: nn.Module,
     names: Sequence[str],
-    rows: Sequence[Int[Tensor, "1 length"]],
+    rows: Sequence[Batch],
     probes: int,
     seed: int,
     report_progress: ProgressReport,
@@ -165,7 +165,7 @@ def hessian_traces(
     Args:
         model: the model.
         names: names of the linears.
-        rows: token ids of each sequence.
+        rows: each sequence.
         probes: number of random sign vectors per sequence.
         seed: seed of the sampled labels and the signs.
         report_progress: called with the number of completed sequences.

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from compress.errors import NumericError
+from compress.models.kinds.batch import Examples
 from compress.train.objective import LanguageLoss
 from compress.train.student import Student
 
@@ -17,7 +18,7 @@ from compress.train.student import Student
 def fisher(
     student: Student,
     objective: LanguageLoss,
-    ids: Int[Tensor, "sequences length"],
+    examples: Examples,
     label: str,
     report_progress: Callable[[int], None],
 ) -> dict[str, Float[Tensor, "out in"]]:
@@ -28,7 +29,7 @@ def fisher(
     Args:
         student: student whose weights are trained.
         objective: loss of a sequence.
-        ids: token ids of the sequences.
+        examples: the sequences.
         label: prefix of error messages.
         report_progress: called with the number of completed sequences.
 
@@ -43,13 +44,13 @@ def fisher(
 
     def accumulate(name: str, weight: Tensor) -> None:
         assert weight.grad is not None
-        squares_by_name[name].addcmul_(weight.grad, weight.grad, value=1 / len(ids))
+        squares_by_name[name].addcmul_(weight.grad, weight.grad, value=1 / len(examples))
         weight.grad = None
 
     hooks = [weight.register_post_accumulate_grad_hook(partial(accumulate, name)) for name, weight in weights.items()]
     try:
-        for row in range(len(ids)):
-            objective(student.model, ids[row : row + 1], [row]).backward()
+        for row in range(len(examples)):
+            objective(student.model, examples[row : row + 1], [row]).backward()
             report_progress(row + 1)
     finally:
         for hook in hooks:

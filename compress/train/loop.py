@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from compress.errors import NumericError, RecipeError, ShortageError
+from compress.models.kinds.batch import Examples
 from compress.passes.contract.journal import Journal
 from compress.train.checkpoint import digest, read_state, tensors_of, write_state
 from compress.train.options import LoopOptions
@@ -32,13 +33,13 @@ RISE_LIMIT = 2.0  # relative to the first loss; losses of single sequences diffe
 class Objective(Protocol):
     """The loss that training minimizes."""
 
-    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
+    def __call__(self, model: nn.Module, examples: Any, rows: list[int]) -> Tensor:
         """Compute the mean loss of some examples.
 
         Args:
             model: the model in training.
-            ids: entries of the `ids` of `train`.
-            rows: indices of these entries.
+            examples: some of the examples of `train`.
+            rows: their indices.
         """
         ...
 
@@ -51,7 +52,7 @@ class TrainingContext:
         label: prefix of messages.
         journal: journal of the run.
         work: folder of the training state; None for a training that is not saved.
-        key: hash of everything on which the result depends, except options, ids and initial parameters.
+        key: hash of everything on which the result depends, except options, examples and initial parameters.
     """
 
     label: str
@@ -127,7 +128,7 @@ def check_launcher(
 def train(
     student: Student,
     objective: Objective,
-    ids: Int[Tensor, "examples ..."],
+    examples: Examples | Int[Tensor, "examples ..."],
     settings: LoopOptions,
     context: TrainingContext,
     schedule_slice: ScheduleSlice | None = None,
@@ -138,7 +139,7 @@ def train(
     Args:
         student: the trained parameters and their model.
         objective: loss of some examples.
-        ids: examples in the form that the objective reads: token ids, or numbers.
+        examples: what the objective reads: sequences, or numbers.
         settings: options of the loop.
         context: label, journal and folder.
         schedule_slice: slice of the schedule to train; None for the complete schedule.
@@ -154,7 +155,7 @@ def train(
         ShortageError: for a batch that does not fit into memory.
         RecipeError: for an unsupported launcher (`check_launcher`).
     """
-    trainer = _Trainer(student, objective, ids, settings, context, schedule_slice or ScheduleSlice(), parts)
+    trainer = _Trainer(student, objective, examples, settings, context, schedule_slice or ScheduleSlice(), parts)
     with torch.enable_grad():
         return trainer.run()
 
@@ -164,13 +165,14 @@ class _Trainer:
         self,
         student: Student,
         objective: Objective,
-        ids: Tensor,
+        examples: Examples | Tensor,
         settings: LoopOptions,
         context: TrainingContext,
         schedule_slice: ScheduleSlice,
         parts: bool = False,
     ) -> None:
-        self.source, self.objective, self.ids, self.settings, self.context = student, objective, ids, settings, context
+        self.source, self.objective, self.examples = student, objective, examples
+        self.settings, self.context = settings, context
         self.slice = schedule_slice
         self.device = next(iter(student.named().values())).device
         # The state of accelerate is global to the process: the device and the precision of the first training stay in
@@ -183,7 +185,8 @@ class _Trainer:
         check_launcher(self.accelerator.distributed_type, fsdp, context.label, self.accelerator.num_processes)
         record = {"settings": settings.model_dump(mode="json"), "key": context.key, "codes": student.sha256()}
         record |= {"begin": schedule_slice.begin, "keep": schedule_slice.keep}
-        self.key = digest(record, {"ids": ids, **student.named(), **student.buffers()})
+        data = {"examples": examples} if isinstance(examples, Tensor) else examples.tensors()
+        self.key = digest(record, {**data, **student.named(), **student.buffers()})
         if fsdp is not None:
             fsdp.auto_wrap_policy = None  # blocks are found by structure, not by class names
             reshard = fsdp.reshard_after_forward is not False
@@ -197,7 +200,7 @@ class _Trainer:
         self.optimizer = settings.optimizer_of(groups)
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
         self.peak_rates = [group["lr"] for group in groups]
-        self.rows, self.held_out_rows = settings.split(len(ids))
+        self.rows, self.held_out_rows = settings.split(len(examples))
         self.rank, self.divisor = (0, 1) if parts else (self.accelerator.process_index, self.accelerator.num_processes)
         self.parts, self.order = parts, settings.order(self.rows, self.divisor)
         self.rates = settings.rates(len(self.order)).tolist()
@@ -299,7 +302,7 @@ class _Trainer:
     def _loss(self, rows: list[int]) -> Tensor:
         bf16 = self.settings.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return self.objective(self.model, self.ids[rows].to(self.device), rows)
+            return self.objective(self.model, self.examples[rows].to(self.device), rows)
 
     def _mean_over_parts(self, loss: Tensor) -> Tensor:
         """Average the loss of held-out examples over processes that have parts of them."""

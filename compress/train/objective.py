@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.errors import ModelError
-from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, Outputs
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind
 from compress.numerics.metrics import DivergenceName, distillation_loss, token_weights
 from compress.train.teacher import Features, OnlineTeacher, Targets, Teacher
 
@@ -48,39 +50,38 @@ class LanguageLoss:
     hidden: float = 0.0
     cosine: float = 0.0
     layer_map: Sequence[tuple[int, int]] | None = None
-    lm_objective: LMObjective = NEXT_TOKENS
+    lm_objective: ModelKind = CAUSAL
 
-    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Float[Tensor, ""]:
+    def __call__(self, model: nn.Module, examples: Examples, rows: Sequence[int]) -> Float[Tensor, ""]:
         """Compute the loss of some sequences.
 
         Args:
             model: the model in training.
-            ids: token ids of the sequences.
+            examples: the sequences.
             rows: indices of the sequences.
         """
         needs_states = self.hidden > 0 or self.cosine > 0
         options = {"output_hidden_states": True} if needs_states else {}
-        output = self.lm_objective.read(model, ids, rows, **options)
-        loss = torch.zeros((), device=ids.device)
+        output = self.lm_objective.read(model, examples, rows, **options)
+        loss = torch.zeros((), device=next(model.parameters()).device)
         targets: Targets | None = None
         if needs_states:
             assert isinstance(self.teacher, OnlineTeacher)
-            targets, teacher_states = self.teacher.with_states(ids, rows)
+            targets, teacher_states = self.teacher.with_states(examples, rows)
             loss = loss + self._state_loss(output.hidden_states, teacher_states)
         if self.ce_weight < 1:
             assert self.teacher is not None
-            targets = self.teacher(ids, rows) if targets is None else targets
+            targets = self.teacher(examples, rows) if targets is None else targets
             loss = loss + (1 - self.ce_weight) * self._distillation_loss(output, targets)
         if self.ce_weight > 0:
-            predicted, tokens = self.lm_objective.answers(output.logits, ids, rows)
+            predicted, tokens = self.lm_objective.answers(output.logits, examples, rows)
             loss = loss + self.ce_weight * nn.functional.cross_entropy(predicted.float(), tokens)
         return loss
 
     def _distillation_loss(self, output: Any, targets: Targets) -> Tensor:
         """Compute the difference of an output from the teacher's."""
         if isinstance(targets, Features):
-            assert isinstance(self.lm_objective, Outputs)
-            return relative_error(self.lm_objective.features(output), targets.values)
+            return relative_error(self.lm_objective.values(output), targets.values)
         logits, weights = self.lm_objective.predictions(output), None
         assert logits is not None
         if self.token_scale is not None:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from compress.checkpoint.containers.files import atomic
 from compress.errors import NumericError
-from compress.models.kinds.objective import IGNORED, NEXT_TOKENS, LMObjective, Outputs
+from compress.models.kinds.batch import IGNORED, Examples
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind
 from compress.numerics.metrics import SoftTargets, rows_of_chunk, soft_targets
 from compress.passes.contract.processes import Processes
 from compress.train.checkpoint import digest
@@ -32,7 +34,7 @@ OpenTeacher = Callable[[], AbstractContextManager[nn.Module]]
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Answers of a teacher that are not distributions (`Outputs.features`): hidden states, or the scores of a batch.
+    """Answers of a teacher that are not distributions (`ModelKind.values`): hidden states, or the scores of a batch.
 
     Attributes:
         values: the answers.
@@ -47,11 +49,11 @@ Targets = SoftTargets | Features
 class Teacher(Protocol):
     """Computes targets for sequences of the calibration text."""
 
-    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
+    def __call__(self, examples: Examples, rows: Sequence[int]) -> Targets:
         """Return the targets of all tokens of some sequences.
 
         Args:
-            ids: token ids of the sequences.
+            examples: the sequences.
             rows: indices of the sequences.
         """
         ...
@@ -59,8 +61,8 @@ class Teacher(Protocol):
 
 def targets_of_output(
     output: Any,
-    lm_objective: LMObjective,
-    ids: Int[Tensor, "rows length"],
+    lm_objective: ModelKind,
+    examples: Examples,
     rows: Sequence[int],
     temperature: float,
     top_k: int | None,
@@ -71,7 +73,7 @@ def targets_of_output(
     Args:
         output: output of the teacher.
         lm_objective: inputs and targets of the text.
-        ids: token ids of the sequences.
+        examples: the sequences.
         rows: indices of the sequences.
         temperature: temperature of the distributions.
         top_k: number of most likely tokens; None for all.
@@ -82,10 +84,9 @@ def targets_of_output(
     """
     logits = lm_objective.predictions(output)
     if logits is not None:
-        text_targets = lm_objective.targets(ids, rows) if lm_objective.learns else None
+        text_targets = lm_objective.targets(examples, rows) if lm_objective.learns else None
         return soft_targets_of_logits(logits, text_targets, temperature, top_k, label)
-    assert isinstance(lm_objective, Outputs)
-    values = lm_objective.features(output)
+    values = lm_objective.values(output)
     if not bool(values.isfinite().all()):
         raise NumericError(f"{label}: the teacher's outputs are not finite")
     return Features(values)
@@ -102,7 +103,7 @@ def soft_targets_of_logits(
 
     Args:
         logits: logits of the teacher.
-        text_targets: `LMObjective.targets` of the text; None for an objective without targets.
+        text_targets: `ModelKind.targets` of the text; None for an objective without targets.
         temperature: temperature of the distributions.
         top_k: number of most likely tokens; None for all.
         label: prefix of error messages.
@@ -133,23 +134,21 @@ def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens
 class OnlineTeacher:
     """A teacher that runs in every step."""
 
-    def __init__(
-        self, model: nn.Module, temperature: float, label: str, lm_objective: LMObjective = NEXT_TOKENS
-    ) -> None:
+    def __init__(self, model: nn.Module, temperature: float, label: str, lm_objective: ModelKind = CAUSAL) -> None:
         self.model, self.temperature, self.label, self.lm_objective = model, temperature, label, lm_objective
 
     @torch.no_grad()
-    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
-        return self.with_states(ids, rows, False)[0]
+    def __call__(self, examples: Examples, rows: Sequence[int]) -> Targets:
+        return self.with_states(examples, rows, False)[0]
 
     @torch.no_grad()
     def with_states(
-        self, ids: Int[Tensor, "rows length"], rows: Sequence[int], needs_states: bool = True
+        self, examples: Examples, rows: Sequence[int], needs_states: bool = True
     ) -> tuple[Targets, Sequence[Tensor]]:
         """Return targets, and the hidden states before the first block and after each block [rows, length, width]."""
-        with torch.autocast(ids.device.type, enabled=False):
-            output = self.lm_objective.read(self.model, ids, rows, output_hidden_states=needs_states)
-        targets = targets_of_output(output, self.lm_objective, ids, rows, self.temperature, None, self.label)
+        with torch.autocast(next(self.model.parameters()).device.type, enabled=False):
+            output = self.lm_objective.read(self.model, examples, rows, output_hidden_states=needs_states)
+        targets = targets_of_output(output, self.lm_objective, examples, rows, self.temperature, None, self.label)
         return targets, output.hidden_states if needs_states else ()
 
 
@@ -164,7 +163,7 @@ class CachedTeacher:
         """Add the targets of the next sequence, as the fields of `SoftTargets` or `Features` by name."""
         self._items.append(item)
 
-    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
+    def __call__(self, examples: Examples, rows: Sequence[int]) -> Targets:
         items = [item if isinstance(item := self._items[row], dict) else load_file(item) for row in rows]
         if VALUES in items[0]:  # the rows of a batch of hidden states, or the scores of a batch as one row
             values = [item[VALUES] for item in items]
@@ -187,12 +186,12 @@ class TeacherOptions:
     temperature: float
     top_k: int
     source: str | None = None
-    lm_objective: LMObjective = NEXT_TOKENS
+    lm_objective: ModelKind = CAUSAL
 
 
 def cached_teacher(
     open_teacher: OpenTeacher,
-    ids: Int[Tensor, "sequences length"],
+    examples: Examples,
     options: TeacherOptions,
     work: Path | None,
     device: torch.device,
@@ -205,7 +204,7 @@ def cached_teacher(
 
     Args:
         open_teacher: opens the teacher.
-        ids: token ids of the sequences.
+        examples: the sequences.
         options: options of the targets.
         work: folder for the targets, or None for memory. Files of an interrupted run with the same options are reused.
         device: device of the teacher and the targets.
@@ -219,9 +218,9 @@ def cached_teacher(
     stored, folder = CachedTeacher(device), None
     if work is not None:
         record = {**vars(options), "lm_objective": repr(options.lm_objective)}
-        folder = work / f"teacher-{digest(record, {'ids': ids})[:16]}"
+        folder = work / f"teacher-{digest(record, examples.tensors())[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
-    paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
+    paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(examples))]
     missing = [i for i, path in enumerate(paths) if path is None or not _is_complete(path)]
     processes = Processes.launched(cpu=device.type == "cpu")
     processes.wait()  # so that all processes see the same missing files
@@ -232,7 +231,7 @@ def cached_teacher(
         with open_teacher() as model, torch.no_grad():
             for count_done, i in enumerate(missing):
                 report_progress(count_done, len(missing))
-                row = ids[i : i + 1].to(device)
+                row = examples[i : i + 1].to(device)
                 output = options.lm_objective.read(model, row, [i])
                 targets = targets_of_output(
                     output, options.lm_objective, row, [i], options.temperature, options.top_k, label

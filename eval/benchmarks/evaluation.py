@@ -33,6 +33,7 @@ from compress.evaluate.harness.adapter import harness_model, quiet
 from compress.evaluate.harness.tasks import load_tasks, local_changes, local_files, run_task, task_manager
 from compress.evaluate.store import Results
 from compress.evaluate.windows import WindowTask, measure_window
+from compress.models.kinds.batch import Batch
 
 TEXT = "local_text"
 ESTIMATED = ("perplexity",)  # metrics whose error lm-eval draws at random (bootstrap)
@@ -151,7 +152,7 @@ def windows(model: Any, tokenizer: Any, theirs: HFLM, folder: Path, found: dict[
         page = json.loads(line)["page"]
         ids = torch.tensor([theirs.prefix_token_id, *theirs.tok_encode(page)])
         assert len(ids) <= theirs.max_length
-        total += measure_window(model, ids, 0, WindowTask(tokenizer=tokenizer))["loss"]
+        total += measure_window(model, Batch({"input_ids": ids[None]}), 0, WindowTask(tokenizer=tokenizer))["loss"]
         size += len(page.encode())
     bits = total / size / math.log(2)
     theirs_bits = found["bits_per_byte"]["value"]

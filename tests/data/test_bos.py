@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import ids_of
 from encoders import tokenizer as tokenizer_of_words
 from encoders import write_words
 from hypothesis import given
@@ -17,8 +18,8 @@ from compress.data.ids import model_sample, windows
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource
 from compress.errors import CalibrationError
-from compress.evaluate.windows import evaluation_ids
-from compress.pipeline.texts import calibration_ids
+from compress.evaluate.windows import evaluation_examples
+from compress.pipeline.texts import calibration_examples
 from compress.report.sections.reproduction import described
 
 
@@ -54,11 +55,11 @@ def test_windows_begin_with_the_prefix_once(tokens, length, prefix):
 def test_a_sequence_begins_as_the_tokenizer_begins_a_text(tiny, words, tokenizer):
     text, model = text_of(words, tokenizer), tiny("llama")
     found, use = model_sample(model, tokenizer, words, "test", 3, 10)
-    assert found.tolist() == [[2, *text[9 * i : 9 * i + 9]] for i in range(3)] and use.bos
+    assert ids_of(found).tolist() == [[2, *text[9 * i : 9 * i + 9]] for i in range(3)] and use.bos
     for bos, first in ((True, [5]), (False, [])):
         found, use = model_sample(model, tokenizer, TextSource(source=words, bos=bos), "test", 2, 10)
         own = 10 - len(first)
-        assert found.tolist() == [[*first, *text[own * i : own * i + own]] for i in range(2)] and use.bos == bos
+        assert ids_of(found).tolist() == [[*first, *text[own * i : own * i + own]] for i in range(2)] and use.bos == bos
 
 
 def test_documents_that_begin_with_it_do_not_get_it_twice(tiny, tokenizer, tmp_path):
@@ -66,30 +67,30 @@ def test_documents_that_begin_with_it_do_not_get_it_twice(tiny, tokenizer, tmp_p
     texts = ["[CLS] w7 w8 w9 w10", "w11 w12 w13 w14"]
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     source = TextSource(source=str(rows), packing=False)
-    assert model_sample(tiny("llama"), tokenizer, source, "test", None, 4)[0].tolist() == [
+    assert ids_of(model_sample(tiny("llama"), tokenizer, source, "test", None, 4)[0]).tolist() == [
         [2, 7, 8, 9],
         [2, 11, 12, 13],
     ]
     joined = TextSource(source=str(rows))
-    assert model_sample(tiny("llama"), tokenizer, joined, "test", None, 5)[0].tolist() == [
+    assert ids_of(model_sample(tiny("llama"), tokenizer, joined, "test", None, 5)[0]).tolist() == [
         [2, 7, 8, 9, 10],
         [2, 11, 12, 13, 14],
     ]
     exact = TextSource(source=str(rows), packing=False, max_tokens_per_document=4)
     found, _ = model_sample(tiny("llama"), tokenizer, exact, "test", None, 5)
-    assert found.tolist() == [[2, 11, 12, 13, 14]]  # four tokens of the document and the one before them
+    assert ids_of(found).tolist() == [[2, 11, 12, 13, 14]]  # four tokens of the document and the one before them
 
 
 def test_overlapping_windows_have_it_too(tiny, words, tokenizer):
     text = text_of(words, tokenizer)
-    ids, use = evaluation_ids(tiny("llama"), tokenizer, words, 3, 10, stride=4)
-    assert ids.tolist() == [[2, *text[4 * i : 4 * i + 9]] for i in range(3)] and use.bos
+    ids, use = evaluation_examples(tiny("llama"), tokenizer, words, 3, 10, stride=4)
+    assert ids_of(ids).tolist() == [[2, *text[4 * i : 4 * i + 9]] for i in range(3)] and use.bos
     two = tokenizer_of_words()
     two.backend_tokenizer.post_processor = TemplateProcessing(
         single="[CLS] [SEP] $A", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     with pytest.raises(CalibrationError, match="stride 9 is longer than the text of a window; use stride <= 8"):
-        evaluation_ids(tiny("llama"), two, words, 3, 10, stride=9)
+        evaluation_examples(tiny("llama"), two, words, 3, 10, stride=9)
 
 
 def test_sampled_text_begins_with_it(pico_model, pico):
@@ -101,10 +102,10 @@ def test_sampled_text_begins_with_it(pico_model, pico):
 
 def test_a_recipe_calibrates_with_it(recipe, in_memory, tiny, words, tokenizer):
     opened = replace(in_memory(tiny("llama")), tokenizer=tokenizer)
-    ids, (use,) = calibration_ids(
+    ids, (use,) = calibration_examples(
         recipe({"rtn": {}}, calibration={"source": words, "sequences": 4, "length": 16}), opened
     )
-    assert ids[:, 0].tolist() == [2] * 4 and "begins with the beginning-of-sequence token" in described(use)
+    assert ids_of(ids)[:, 0].tolist() == [2] * 4 and "begins with the beginning-of-sequence token" in described(use)
 
 
 @pytest.mark.parametrize(

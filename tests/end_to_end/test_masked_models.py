@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import ids_of
 from click.testing import CliRunner
 from encoders import VOCAB, tokenizer, write_words
 from tolerances import LOGITS
@@ -17,7 +18,8 @@ from compress.data.ids import model_sample
 from compress.data.opening import special_tokens_around
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.models.forward import mean_loss, skipping
-from compress.models.kinds.objective import objective_of
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.kinds import objective_of
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.journal import Journal
 from compress.train.objective import LanguageLoss
@@ -73,11 +75,11 @@ def test_the_triple_loss_from_a_recipe_to_a_checkpoint(asked, words, tmp_path):
 def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
     text = tokenizer()(Path(words).read_text(encoding="utf-8"), add_special_tokens=False).input_ids
     found, _ = model_sample(tiny("bert"), tokenizer(), words, "test", 3, 10)
-    assert found.tolist() == [[2, *text[8 * i : 8 * i + 8], 3] for i in range(3)]
+    assert ids_of(found).tolist() == [[2, *text[8 * i : 8 * i + 8], 3] for i in range(3)]
     plain, _ = model_sample(tiny("llama"), tokenizer(), words, "test", 3, 10)
-    assert plain.tolist() == [[2, *text[9 * i : 9 * i + 9]] for i in range(3)]
+    assert ids_of(plain).tolist() == [[2, *text[9 * i : 9 * i + 9]] for i in range(3)]
     stored, _ = model_sample(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
-    assert torch.equal(stored, model_sample(tiny("llama"), None, texts["tiny"], "test", None, None)[0])
+    assert stored.sha256() == model_sample(tiny("llama"), None, texts["tiny"], "test", None, None)[0].sha256()
     assert special_tokens_around(tokenizer()) == ([2], [3])
     with pytest.raises(CalibrationError, match="test: length 2 leaves no room beside the special tokens"):
         model_sample(tiny("bert"), tokenizer(), words, "test", 3, 2)
@@ -94,7 +96,7 @@ def loss_of(model, teacher, ids):
         teacher=OnlineTeacher(teacher, 2.0, "here", lm_objective),
     )
     with torch.no_grad():
-        return float(objective(model, ids, range(len(ids))))
+        return float(objective(model, Examples.of_ids(ids), range(len(ids))))
 
 
 def test_what_is_learned_makes_the_triple_loss_smaller(tiny, ids):
@@ -125,7 +127,7 @@ def test_every_training_asks_for_masked_tokens(step, tiny, ids, monkeypatch):
     real, predictions = LanguageLoss.__call__, []
     monkeypatch.setattr(LanguageLoss, "__call__", lambda s, *a: predictions.append(s.lm_objective) or real(s, *a))
     compress.apply(tiny("bert"), [step], ids(2), tokenizer=tokenizer())
-    assert {(p.of, p.probability) for p in predictions} == {("masked tokens", step.mask_probability or 0.15)}
+    assert {(p.predicts, p.probability) for p in predictions} == {("masked tokens", step.mask_probability or 0.15)}
 
 
 def test_the_block_that_goes_is_the_one_that_masked_tokens_miss_least(tiny, ids):
@@ -134,7 +136,7 @@ def test_the_block_that_goes_is_the_one_that_masked_tokens_miss_least(tiny, ids)
     losses = []
     for block in blocks:
         with skipping(blocks, [block.index]):
-            losses.append(mean_loss(model, ids(3), lm_objective))
+            losses.append(mean_loss(model, Examples.of_ids(ids(3)), lm_objective))
     step = DropBlocks(count=1, by="loss")
     compress.apply(model, [step], ids(3), journal=journal, tokenizer=tokenizer())
     (record,) = [entry for entry in journal.entries if entry.message == "dropped"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import batch_of
 from click.testing import CliRunner
 from encoders import tokenizer, write_words
 from tolerances import LOGITS
@@ -19,9 +20,10 @@ from compress.data.self_sampling import self_sampled
 from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compress.evaluate.perplexity import perplexity
 from compress.models.forward import logits_of, mean_loss
-from compress.models.kinds.inputs import inputs_of, prompt_length, source_and_target, text_lengths
-from compress.models.kinds.kinds import PAIRED, kind_of
-from compress.models.kinds.objective import objective_of
+from compress.models.kinds.contract import text_lengths
+from compress.models.kinds.encoder_decoder import EncoderDecoder
+from compress.models.kinds.kinds import adapter_of, examples_of, kind_of, objective_of, prompt_length
+from compress.train.objective import LanguageLoss
 
 INT4 = {"weights": "int4", "group_size": 16}
 
@@ -66,44 +68,74 @@ def loss_of_transformers(model, ids):
         return float(model(input_ids=ids[:, :half].contiguous(), labels=ids[:, half:].contiguous()).loss)
 
 
+def rows_of(examples):
+    """The source and the target of each example in one row."""
+    return torch.cat([torch.cat([each.inputs["input_ids"], each.labels], dim=1) for each in examples])
+
+
 # Inputs
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "mbart", "pegasus"])
 def test_the_decoder_reads_what_transformers_makes_of_the_labels(family, tiny, ids):
     model, text = tiny(family), ids(3, 12)
-    assert kind_of(model) is PAIRED
-    given = inputs_of(model, text)
+    assert kind_of(model) == EncoderDecoder()
+    batch = batch_of(text, model)
+    given = batch.inputs
     assert torch.equal(given["input_ids"], text[:, :6])
     if family != "mbart":  # whose decoder starts with the last token, the language
         assert given["decoder_input_ids"].tolist() == [[0, *row[6:-1]] for row in text.tolist()]
     with torch.no_grad():
         wanted = model(input_ids=text[:, :6].contiguous(), labels=text[:, 6:].contiguous()).logits
-    assert torch.equal(logits_of(model, text), wanted)
+    assert torch.equal(logits_of(model, batch), wanted)
     assert prompt_length(model, text) == 1
 
 
 def test_models_without_a_rule_of_their_own_get_the_start_token(tiny, ids):
     model = tiny("bart")
-    expected = inputs_of(model, ids())
+    expected = batch_of(ids(), model).inputs
     model.prepare_decoder_input_ids_from_labels = None
-    assert torch.equal(inputs_of(model, ids())["decoder_input_ids"], expected["decoder_input_ids"])
+    assert torch.equal(batch_of(ids(), model).inputs["decoder_input_ids"], expected["decoder_input_ids"])
     model.config.decoder_start_token_id = None
     with pytest.raises(ModelError, match="does not say which token its decoder starts with"):
-        inputs_of(model, ids())
+        batch_of(ids(), model)
 
 
-def test_a_row_is_divided_into_equal_texts():
+def test_a_row_is_divided_into_equal_texts(tiny):
     assert [text_lengths(2, n) for n in (12, 13, 1)] == [[6, 6], [7, 6], [1, 0]] and text_lengths(1, 5) == [5]
-    source, target = source_and_target(torch.arange(10).reshape(2, 5))
-    assert source.tolist() == [[0, 1, 2], [5, 6, 7]] and target.tolist() == [[3, 4], [8, 9]]
+    batch = batch_of(torch.arange(10).reshape(2, 5), tiny("t5"))
+    assert batch.inputs["input_ids"].tolist() == [[0, 1, 2], [5, 6, 7]] and batch.labels.tolist() == [[3, 4], [8, 9]]
+    assert adapter_of(tiny("t5")).of_ids(tiny("t5"), torch.arange(10).reshape(2, 5)).tokens == 10
+
+
+def test_sources_and_targets_of_several_lengths(tiny):
+    """A batch of transformers: what is calibrated and lost is that of each pair alone."""
+    model = tiny("t5")
+    ids, labels = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[11, 12, -100], [13, 14, 15]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    examples = examples_of(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    assert [each.inputs["input_ids"].tolist() for each in examples] == [[[5, 6, 7, 8]], [[9, 10]]]
+    assert [each.labels.tolist() for each in examples] == [[[11, 12]], [[13, 14, 15]]]
+    with torch.no_grad():
+        alone = [
+            float(model(input_ids=each.inputs["input_ids"], labels=each.labels).loss) * each.labels.numel()
+            for each in examples
+        ]
+    assert mean_loss(model, examples, objective_of(model, None)) == pytest.approx(sum(alone) / 5, rel=1e-5)
+    found = LanguageLoss(lm_objective=objective_of(model, None))(model, examples, [0, 1])
+    assert float(found) == pytest.approx(sum(alone) / 5, rel=1e-5)
+    with pytest.raises(CalibrationError, match="calibration: holds input_ids; give input_ids and labels"):
+        examples_of(model, {"input_ids": ids})
+    with pytest.raises(CalibrationError, match="do not belong together; write integers"):
+        examples_of(model, {"input_ids": ids, "labels": labels[:1]})
 
 
 def test_each_half_of_a_window_stands_between_special_tokens(tiny, words):
     text = tokenizer()(Path(words).read_text(encoding="utf-8"), add_special_tokens=False).input_ids
     found, _ = model_sample(tiny("t5"), tokenizer(), words, "test", 3, 12)
     rows = [text[8 * i : 8 * i + 8] for i in range(3)]
-    assert found.tolist() == [[2, *row[:4], 3, 2, *row[4:], 3] for row in rows]
+    assert [each.inputs["input_ids"][0].tolist() for each in found] == [[2, *row[:4], 3] for row in rows]
+    assert [each.labels[0].tolist() for each in found] == [[2, *row[4:], 3] for row in rows]
     with pytest.raises(CalibrationError, match="test: length 5 leaves no room beside the special tokens"):
         model_sample(tiny("t5"), tokenizer(), words, "test", 3, 5)
     with pytest.raises(CalibrationError, match="length 129 exceeds the model's 128 positions; use length <= 128"):
@@ -126,7 +158,7 @@ def test_from_a_recipe_to_a_checkpoint(family, asked, folder, words, tmp_path):
     assert "| perplexity of target tokens, " in (tmp_path / "out" / "report.md").read_text()
     assert "pipeline_tag: text2text-generation" in (tmp_path / "out" / "README.md").read_text()
     model, known = compress.load(tmp_path / "out")
-    text, _ = model_sample(model, known, words, "test", 4, 20)
+    text = rows_of(model_sample(model, known, words, "test", 4, 20)[0])
     original = AutoModelForSeq2SeqLM.from_pretrained(folder(family))
     stock = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert quality["base"]["loss"] == pytest.approx(loss_of_transformers(original, text), rel=1e-5)
@@ -146,7 +178,7 @@ def test_a_dense_export_is_an_ordinary_checkpoint(asked, folder, words, tmp_path
     compress.run(asked("t5", RTN(**INT4)), tmp_path / "packed")
     compress.export(tmp_path / "packed", tmp_path / "dense", format="dense")
     one, two = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in ("packed", "dense"))
-    torch.testing.assert_close(*(logits_of(model, torch.arange(24)[None]) for model in (one, two)))
+    torch.testing.assert_close(*(logits_of(model, batch_of(torch.arange(24)[None], model)) for model in (one, two)))
     saved = json.loads((tmp_path / "dense" / "model.safetensors.index.json").read_text())["weight_map"]
     names = [name for name in saved if "embed_tokens" in name or "shared" in name or "lm_head" in name]
     assert names == ["shared.weight"]
@@ -177,6 +209,7 @@ def test_run_stores_what_apply_computes(asked, folder, words, tmp_path):
     text, _ = model_sample(model, tokenizer(), words, "calibration", 6, 20, 0)
     compress.apply(model, GPTQ(**INT4), text, batch=2)
     stored, _ = compress.load(out)
+    text = text.batch()
     assert torch.equal(logits_of(stored, text), logits_of(model, text))
     compress.save(model, tmp_path / "saved", "native")
     assert torch.equal(logits_of(compress.load(tmp_path / "saved")[0], text), logits_of(model, text))
@@ -197,8 +230,8 @@ def test_the_plan_knows_bytes_and_memory(asked, tmp_path):
 def test_the_loss_is_that_of_transformers(tiny, ids):
     model, text = tiny("t5"), ids(3, 12)
     wanted = loss_of_transformers(model, text)
-    assert mean_loss(model, text, objective_of(model, None)) == pytest.approx(wanted, rel=1e-6)
-    found = perplexity(model, text, lm_objective=objective_of(model, None))
+    assert mean_loss(model, examples_of(model, text), objective_of(model, None)) == pytest.approx(wanted, rel=1e-6)
+    found = perplexity(model, examples_of(model, text), lm_objective=objective_of(model, None))
     assert found.loss == pytest.approx(wanted, rel=1e-6) and found.of == "target tokens"
 
 
@@ -217,7 +250,7 @@ def test_training_learns_targets_and_a_teacher(step, tiny, ids):
     def distance():
         if isinstance(step, Finetune):
             return loss_of_transformers(model, text)
-        log_p, log_q = (logits_of(each, text).log_softmax(-1) for each in (teacher, model))
+        log_p, log_q = (logits_of(each, batch_of(text, each)).log_softmax(-1) for each in (teacher, model))
         return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
     before = distance()
@@ -241,8 +274,8 @@ def test_on_a_trained_model_calibration_pays(family, tiny):
         parameter.data *= 0.5 if family == "t5" else 1  # its logits are large
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for seed in range(250):
-        source, target = source_and_target(progressions(32, seed))
-        model(input_ids=source, labels=target).loss.backward()
+        source, target = progressions(32, seed).split(8, dim=1)
+        model(input_ids=source.contiguous(), labels=target.contiguous()).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

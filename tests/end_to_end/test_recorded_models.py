@@ -20,9 +20,9 @@ from compress.data.ids import model_sample
 from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compress.layers.linear import CompressedLinear
 from compress.models.forward import logits_of, mean_loss
-from compress.models.kinds.kinds import RECORDED, kind_of
-from compress.models.kinds.objective import objective_of
-from compress.models.kinds.recordings import row_bytes, row_of, stacked
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.kinds import kind_of, objective_of
+from compress.models.kinds.speech import Speech, recording
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.observers import InputNorm
 from compress.passes.contract.passes import LayerPass
@@ -144,7 +144,7 @@ def test_run_stores_what_apply_computes(asked, folder, rows, tmp_path):
     given = {"input_features": torch.cat([heard(i) for i in order]), "labels": labels}
     compress.apply(model, GPTQ(**INT4), given, batch=2)
     stored, _ = compress.load(out)
-    assert torch.equal(logits_of(stored, rows[:1]), logits_of(model, rows[:1]))
+    assert torch.equal(logits_of(stored, rows[0]), logits_of(model, rows[0]))
 
 
 def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
@@ -155,12 +155,12 @@ def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
     for fit in (planned.fit, every.fit):
         parts = [need.parts for need in fit.needs if "decoder" in need.where]
         assert any(part.get("outputs of the stack before") == 6 * 12 * 32 * 4 for part in parts)
-    one = row_bytes(8 * 24, 32)  # the most targets that the decoder has positions for
+    one = 4 * 8 * 24 + 2 * 8 * 32  # the most targets that the decoder has positions for
     for wanted, count in ((Evaluate(perplexity=(recordings,), windows=4), 4), (None, 0)):
         fit = compress.plan(asked(GPTQ(**INT4), eval=wanted)).fit
-        assert {need.parts["recordings"] for need in fit.needs} == {(6 + 6 + count) * one}
+        assert {need.parts["examples"] for need in fit.needs} == {(6 + 6 + count) * one}
         fit = compress.plan(asked(RTN(**INT4), eval=wanted)).fit  # runs on one recording
-        assert {need.parts["recordings"] for need in fit.needs} == {(6 + 1 + count) * one}
+        assert {need.parts["examples"] for need in fit.needs} == {(6 + 1 + count) * one}
 
 
 def test_a_recipe_to_start_from(folder, tmp_path):
@@ -209,8 +209,9 @@ def test_other_models_of_recordings(made):
     torch.manual_seed(0)
     model, features = made()
     model.eval().requires_grad_(False)
-    assert kind_of(model) is RECORDED
-    ids = stacked([row_of(one, tokens) for one, tokens in zip(features, LABELS, strict=True)])
+    assert kind_of(model) == Speech()
+    pairs = zip(features, LABELS, strict=True)
+    ids = Examples(tuple(recording(model, one, torch.tensor(tokens)) for one, tokens in pairs))
     found = LanguageLoss(lm_objective=objective_of(model, None))(model, ids, range(6))
     assert float(found) == pytest.approx(loss_of_transformers(model, features=lambda i: features[i][None]), rel=1e-5)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -253,7 +254,7 @@ def test_training_learns_targets_and_a_teacher(step, folder, rows):
         if step is Finetune:
             return loss_of_transformers(model)
         found = 0.0
-        for row in rows.split(1):
+        for row in rows:
             log_p, log_q = (logits_of(each, row).log_softmax(-1) for each in (teacher, model))
             found += float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
         return found
@@ -284,7 +285,7 @@ def test_the_curvature_reaches_the_encoder(rows):
     """Derivatives must not start at the token embeddings, which only the decoder reads."""
     model = tiny_model("whisper", decoder_start_token_id=2)
     names = ["model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1"]
-    found, places = weight_curvature(model, names, rows[:2].split(1), 0, lambda _: None)
+    found, places = weight_curvature(model, names, rows[:2].each, 0, lambda _: None)
     assert all(bool((found[name] > 0).any()) for name in names) and places == 8
 
 
@@ -298,7 +299,7 @@ def refused(*arguments):
     return done.stderr
 
 
-def test_a_text_is_no_recording(asked, folder, recordings, tmp_path):
+def test_a_text_is_no_recording(asked, folder, recordings, rows, tmp_path):
     """Text alone is refused by the plan, in one line that says what to write instead."""
     path = tmp_path / "r.yaml"
     for options in ({"calibration": Calibration()}, {"eval": Evaluate()}):
@@ -308,12 +309,14 @@ def test_a_text_is_no_recording(asked, folder, recordings, tmp_path):
     assert "eval: {perplexity: [FILE.jsonl]}" in refused("eval", folder)
     with pytest.raises(CalibrationError, match=r"these are token ids; give a mapping with input_features and labels"):
         compress.apply(tiny_model("whisper"), RTN(**INT4), torch.zeros(2, 8).long())
-    for given, name in ((_given(range(6)), "input_features, labels"), ({"input_ids": torch.ones(1, 4)}, "input_ids")):
-        said = rf'this is a mapping with {name}; give token ids, such as batch\["input_ids"\]'
-        with pytest.raises(CalibrationError, match=said):
-            compress.apply(tiny_model("t5"), RTN(**INT4), given)
-    with pytest.raises(CalibrationError, match="these are recordings; give token ids"):
-        compress.apply(tiny_model("t5"), RTN(**INT4), row_of(torch.randn(8, 24), [5])[None])
+    with pytest.raises(CalibrationError, match=r'mapping with input_features, labels; give .* batch\["input_ids"\]'):
+        compress.apply(tiny_model("llama"), RTN(**INT4), _given(range(6)))
+    with pytest.raises(CalibrationError, match="holds input_features, labels; give input_ids and labels"):
+        compress.apply(tiny_model("t5"), RTN(**INT4), _given(range(6)))
+    with pytest.raises(
+        CalibrationError, match="T5ForConditionalGeneration .* takes no input_features.*; give token ids"
+    ):
+        compress.apply(tiny_model("t5"), RTN(**INT4), rows)
 
 
 def test_prompts_of_text_are_refused(folder):
@@ -386,5 +389,5 @@ def test_fewer_recordings_than_processes(rows):
     with pytest.raises(CalibrationError, match="use a shorter calibration.length, to which more transcripts are cut"):
         check_divided([("passes[0] signround", SignRound(**INT4), [])], rows, 4, Processes(0, 2))
     shares = [own_batches(rows, 4, Processes(rank, 3)) for rank in range(3)]
-    seen = [tuple(row.tolist()) for share in shares for part in share for row in part]
-    assert sorted(seen) == sorted(map(tuple, rows.tolist())) and all(shares)
+    seen = [row.content() for share in shares for part in share for row in part.split()]
+    assert sorted(seen) == sorted(row.content() for row in rows) and all(shares)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from batches import batch_of
 from headless import headless
 
 from compress.errors import NumericError
@@ -19,7 +20,8 @@ from compress.evaluate.agreement import (
     similarities,
 )
 from compress.evaluate.base import EvaluationContext
-from compress.models.kinds.kinds import Compared
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.contract import Compared
 from compress.numerics.statistics import ranks, spearman
 
 
@@ -105,18 +107,18 @@ def test_the_embedding_of_a_text():
     ],
 )
 def test_what_is_kept_of_an_answer(name, compared, shape, ids):
-    assert torch.tensor(answer(headless(name), ids(1, 12)[0], 0, compared)).shape == shape
+    assert torch.tensor(answer(headless(name), batch_of(ids(1, 12)), 0, compared)).shape == shape
 
 
 def test_nan_is_an_error(ids):
     model = headless("encoder")
     model.embeddings.LayerNorm.weight.fill_(math.nan)
     with pytest.raises(NumericError, match="output is NaN or infinite on window 3"):
-        answer(model, ids(1, 12)[0], 3, "embeddings")
+        answer(model, batch_of(ids(1, 12)), 3, "embeddings")
 
 
 def test_a_language_model_is_not_measured_by_it(tiny, ids):
-    context = EvaluationContext(run=None, texts={"a": ids(2, 8)})
+    context = EvaluationContext(run=None, texts={"a": Examples.of_ids(ids(2, 8))})
     assert Agreement().measure(tiny("llama"), context) is None
 
 

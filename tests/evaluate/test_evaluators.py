@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import batch_of
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
@@ -12,6 +13,7 @@ from compress import RTN, Evaluate, KVCache, Wanda, apply
 from compress.evaluate import EVALUATORS, combine_all, measure_all, speed
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.result import RunResult
+from compress.models.kinds.batch import Examples
 from compress.passes.contract.context import Run
 
 every_evaluator = pytest.mark.parametrize("key", EVALUATORS)
@@ -43,7 +45,13 @@ def measured(pico_model, pico_ids, pico, monkeypatch):
     located = [("passes[0] wanda", steps[0], targets)]
     for name, value in {"TOKENS": 4, "PREFILL": 8, "ROUNDS": 1, "READ_BYTES": 1 << 16}.items():
         monkeypatch.setattr(speed, name, value)
-    given = ({"a": pico_ids[:2]}, AutoTokenizer.from_pretrained(pico), pico_ids[:1], located, layers)
+    given = (
+        {"a": Examples.of_ids(pico_ids[:2])},
+        AutoTokenizer.from_pretrained(pico),
+        batch_of(pico_ids[:1]),
+        located,
+        layers,
+    )
     context = EvaluationContext(Run(), "base", *given, settings=Evaluate(generation=True, speed=True))
     base = measure_all(pico_model, context)
     model = apply(pico_model, steps, pico_ids)
@@ -75,6 +83,6 @@ def test_results_are_plain_json_of_the_type_that_is_declared(measured):
 
 
 def test_what_does_not_apply_is_none(pico_model, pico_ids):
-    found = measure_all(pico_model, EvaluationContext(Run(), probe=pico_ids[:1]))
+    found = measure_all(pico_model, EvaluationContext(Run(), probe=batch_of(pico_ids[:1])))
     nothing = dict.fromkeys(("agreement", "generation", "kv_cache", "sparsity", "speed", "tasks"))
     assert found == {**nothing, "perplexity": {}}

@@ -11,7 +11,8 @@ from torch import nn
 from compress.errors import ModelError, NumericError
 from compress.evaluate.perplexity import exponential, perplexity
 from compress.models.forward import mean_loss
-from compress.models.kinds.objective import objective_of
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.kinds import objective_of
 from compress.numerics import metrics
 
 ROWS = 16  # tokens in a chunk
@@ -46,16 +47,17 @@ def test_of_masked_tokens_it_is_their_mean_loss_under_masks_that_all_models_shar
     found = [perplexity(tiny("bert", seed), text, lm_objective=lm_objective) for seed in (0, 1)]
     assert {one.tokens for one in found} == {sum(round(0.15 * int((row > 4).sum())) for row in text)}
     assert {one.of for one in found} == {"masked tokens"} and found[0].loss != found[1].loss
-    shown, targets = lm_objective.draw(text, range(3))
+    shown = lm_objective.shown(Examples.of_ids(text), range(3)).batch()
+    targets = shown.labels
     with torch.no_grad():
-        logits = tiny("bert")(input_ids=shown).logits
+        logits = tiny("bert")(**shown.inputs).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     assert found[0].loss == pytest.approx(float(wanted), rel=1e-5)
-    assert mean_loss(tiny("bert"), text, lm_objective) == pytest.approx(float(wanted), rel=1e-5)
+    assert mean_loss(tiny("bert"), Examples.of_ids(text), lm_objective) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_masked_tokens_are_not_taken_for_next_ones(tiny, ids):
-    with pytest.raises(ModelError, match="predicts masked tokens, not next tokens; use objective_of"):
+    with pytest.raises(ModelError, match="does not predict next tokens; use objective_of"):
         perplexity(tiny("bert"), ids(1))
 
 

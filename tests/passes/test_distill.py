@@ -14,7 +14,8 @@ import compress
 from compress.data.ids import token_ids
 from compress.errors import CalibrationError, ModelError, NumericError, TargetError
 from compress.layers.linear import CompressedLinear
-from compress.models.kinds.objective import NEXT_TOKENS
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.causal import CAUSAL
 from compress.numerics.metrics import SoftTargets, divergence, soft_targets, token_weights
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
@@ -71,7 +72,7 @@ def test_the_loss_by_hand(ce_weight):
     model = Answers(q.log().expand(1, 2, 3).clone())
     targets = SoftTargets(p.log().expand(2, 3))
     objective = LanguageLoss(ce_weight, teacher=lambda ids, rows: targets)
-    loss = objective(model, torch.tensor([[0, 2]]), [0])
+    loss = objective(model, Examples.of_ids(torch.tensor([[0, 2]])), [0])
     soft = float((p * (p / q).log()).sum())
     assert loss.item() == pytest.approx((1 - ce_weight) * soft + ce_weight * -float(q[2].log()), rel=1e-5)
     loss.backward()
@@ -258,13 +259,15 @@ def test_hidden_states_are_held_to_those_of_the_mapped_blocks(pico_model, teache
 
     online = OnlineTeacher(teacher, 1.0, "here")
     student.requires_grad_(False)
-    even = LanguageLoss(teacher=online, ce_weight=0, hidden=2.0)(student, pico_ids[:1], [0])
-    soft = LanguageLoss(teacher=online, ce_weight=0)(student, pico_ids[:1], [0])
+    even = LanguageLoss(teacher=online, ce_weight=0, hidden=2.0)(student, Examples.of_ids(pico_ids[:1]), [0])
+    soft = LanguageLoss(teacher=online, ce_weight=0)(student, Examples.of_ids(pico_ids[:1]), [0])
     assert float(even - soft) == pytest.approx(2 * sum(off(i, i) for i in (1, 2, 3)) / 3, rel=1e-3)
-    some = LanguageLoss(teacher=online, ce_weight=0, hidden=1.0, layer_map=((0, 1),))(student, pico_ids[:1], [0])
+    some = LanguageLoss(teacher=online, ce_weight=0, hidden=1.0, layer_map=((0, 1),))(
+        student, Examples.of_ids(pico_ids[:1]), [0]
+    )
     assert float(some - soft) == pytest.approx(off(1, 2), rel=1e-3)
     near = torch.nn.functional.cosine_similarity(found[-1], wanted[-1], dim=-1).mean()
-    cosine = LanguageLoss(teacher=online, ce_weight=0, cosine=1.0)(student, pico_ids[:1], [0])
+    cosine = LanguageLoss(teacher=online, ce_weight=0, cosine=1.0)(student, Examples.of_ids(pico_ids[:1]), [0])
     assert float(cosine - soft) == pytest.approx(1 - float(near), rel=1e-2)
 
 
@@ -308,14 +311,20 @@ def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k
     with torch.no_grad():
         logits = teacher(input_ids=pico_ids[:1]).logits[0].log_softmax(-1)
     text = torch.cat([logits[:-1].gather(1, pico_ids[0, 1:, None])[:, 0], torch.tensor([math.inf])])
-    targets = soft_targets_of_logits(logits[None], NEXT_TOKENS.targets(pico_ids[:1], [0]), 1.0, top_k, "here")
+    targets = soft_targets_of_logits(
+        logits[None], CAUSAL.targets(Examples.of_ids(pico_ids[:1]), [0]), 1.0, top_k, "here"
+    )
     torch.testing.assert_close(targets.text, text, atol=1e-4, rtol=1e-4)
     student.requires_grad_(False)
     own = student(input_ids=pico_ids[:1]).logits[0]
     each = divergence("forward_kl", own, targets, 1.0)
-    loss = LanguageLoss(ce_weight=0, teacher=lambda ids, rows: targets, token_scale=3.0)(student, pico_ids[:1], [0])
+    loss = LanguageLoss(ce_weight=0, teacher=lambda ids, rows: targets, token_scale=3.0)(
+        student, Examples.of_ids(pico_ids[:1]), [0]
+    )
     assert float(loss) == pytest.approx(float((each * token_weights(text, 3.0)).sum()), rel=1e-4)
-    flat = LanguageLoss(ce_weight=0, teacher=lambda ids, rows: targets, token_scale=1e6)(student, pico_ids[:1], [0])
+    flat = LanguageLoss(ce_weight=0, teacher=lambda ids, rows: targets, token_scale=1e6)(
+        student, Examples.of_ids(pico_ids[:1]), [0]
+    )
     assert float(flat) == pytest.approx(float(each[:-1].mean()), rel=1e-3)
 
 

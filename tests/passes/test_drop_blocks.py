@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from batches import batch_of
 from tolerances import LOGITS, near
 from transformers import AutoModelForCausalLM
 
@@ -12,7 +13,8 @@ import compress
 from compress import GPTQ, RTN, DropBlocks, Wanda
 from compress.errors import ModelError, RecipeError, TargetError
 from compress.models.forward import mean_loss, skipping, states
-from compress.models.kinds.objective import NEXT_TOKENS
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.causal import CAUSAL
 from compress.models.reshape.reconfigure import with_blocks
 from compress.models.structure.blocks import find_blocks
 from compress.passes.contract.journal import Journal
@@ -56,7 +58,7 @@ def test_influence_by_hand(pico_model, pico_ids):
     """1 - cos of the angle between what goes in and what comes out, token by token."""
     silence(pico_model.model.layers[1])
     ids, blocks = pico_ids[:2, :16], find_blocks(pico_model)
-    found = influences(pico_model, blocks, ids)
+    found = influences(pico_model, blocks, Examples.of_ids(ids))
     with torch.no_grad():
         hidden = pico_model(input_ids=ids, output_hidden_states=True).hidden_states  # the last one is normed
     first, second = hidden[0].double().flatten(0, 1), hidden[1].double().flatten(0, 1)
@@ -64,12 +66,12 @@ def test_influence_by_hand(pico_model, pico_ids):
     assert float(found[0]) == pytest.approx(float(wanted.mean()), rel=1e-4)
     assert abs(float(found[1])) < 1e-6 < float(found[2])
     assert torch.allclose(
-        influences(pico_model, blocks, ids, 2), found[[0, 2]], atol=1e-6
+        influences(pico_model, blocks, Examples.of_ids(ids), 2), found[[0, 2]], atol=1e-6
     )  # the other one changes nothing
 
 
 def test_hidden_states_are_those_of_the_model(pico_model, pico_ids):
-    found = states(pico_model, find_blocks(pico_model), pico_ids[:1])
+    found = states(pico_model, find_blocks(pico_model), batch_of(pico_ids[:1]))
     assert len(found) == 4
     with torch.no_grad():
         again = pico_model.lm_head(pico_model.model.norm(found[-1]))
@@ -86,7 +88,7 @@ def test_by_loss_is_greedy(pico_model, pico_ids):
 
     first = min(range(3), key=lambda i: loss([i]))
     second = min({0, 1, 2} - {first}, key=lambda i: loss([first, i]))
-    assert mean_loss(pico_model, ids, NEXT_TOKENS) == pytest.approx(loss([]), rel=1e-5)
+    assert mean_loss(pico_model, Examples.of_ids(ids), CAUSAL) == pytest.approx(loss([]), rel=1e-5)
     journal = Journal()
     compress.apply(pico_model, [DropBlocks(count=2, by="loss")], ids, journal=journal)
     assert dropped(journal) == [first, second]
@@ -110,7 +112,7 @@ def test_contiguous_blocks_by_loss_are_the_best_run(tiny, ids):
     losses = []
     for start in range(3):
         with skipping(find_blocks(model), [start, start + 1]):
-            losses.append(mean_loss(model, ids(2), NEXT_TOKENS))
+            losses.append(mean_loss(model, Examples.of_ids(ids(2)), CAUSAL))
     compress.apply(model, [DropBlocks(count=2, by="loss", contiguous=True)], ids(2), journal=journal)
     assert dropped(journal) == [min(range(3), key=lambda i: losses[i])]
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from batches import batch_of
 from tolerances import LOGITS
 from transformers import AutoModelForCausalLM, Starcoder2Config
 
 import compress
 from compress import RTN, SliceGPT, Wanda
 from compress.errors import ModelError, RecipeError, TargetError
+from compress.models.kinds.batch import Examples
 from compress.models.reshape import rotation as of_hidden_states
 from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, with_own_head
 from compress.models.reshape.widths import hidden_width
@@ -66,13 +68,13 @@ def test_norms_are_folded_and_any_rotation_changes_nothing(tiny, ids):
     """Their weights are 1 afterwards, each in the linears that read it; a random rotation is as good as any."""
     model = with_own_head(tiny("qwen3", tie_word_embeddings=True), REFUSAL)
     before, width = logits(model, ids()), hidden_width(model, lambda size: 24)
-    readers = readers_of_norms(model, width, ids(1), REFUSAL)
+    readers = readers_of_norms(model, width, batch_of(ids(1)), REFUSAL)
     assert readers["model.norm"] == ["lm_head"] and len(readers) == 7
-    folded = fold_norms(model, readers, ids(1), REFUSAL)
+    folded = fold_norms(model, readers, batch_of(ids(1)), REFUSAL)
     assert near(logits(folded, ids()), before, 1e-5)
     assert all(bool((folded.get_submodule(name).weight == 1).all()) for name in readers)
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(2)))
-    turned, error = rotate(folded, width, list(readers), rotation, ids(1), REFUSAL)
+    turned, error = rotate(folded, width, list(readers), rotation, batch_of(ids(1)), REFUSAL)
     assert error < 1e-5 and not torch.allclose(turned["lm_head.weight"], folded.lm_head.weight, atol=1e-2)
 
 
@@ -87,7 +89,7 @@ def test_the_covariance_is_that_of_what_norms_write(tiny, ids):
         hook.remove()
     rows = torch.cat(written)
     assert rows.shape == (2 * 16 * 3, 32)
-    found = covariance_of(model, norms, ids(2), Run(), "here")
+    found = covariance_of(model, norms, Examples.of_ids(ids(2)), Run(), "here")
     assert torch.allclose(found, 2 * rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4)
 
 

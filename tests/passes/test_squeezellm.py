@@ -10,6 +10,7 @@ from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.codebook import CodebookPart
 from compress.layers.parts.outliers import OutliersPart
+from compress.models.kinds.batch import Examples
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.squeezellm import SqueezeLLM
 from compress.train.fisher import fisher
@@ -36,7 +37,7 @@ def test_the_fisher_information_is_the_mean_of_squared_gradients(model, ids):
     model.zero_grad()
     told = []
     with trainable(model, ("weights",), lambda _: True, torch.float32, "here") as student:
-        found = fisher(student, LanguageLoss(), rows, "here", told.append)
+        found = fisher(student, LanguageLoss(), Examples.of_ids(rows), "here", told.append)
     torch.testing.assert_close(found[name], wanted, rtol=1e-3, atol=1e-12)
     inside = {n for n in linears(model) if n.startswith("model.layers.")}
     assert set(found) == inside and told == [1, 2, 3]

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import yaml
+from batches import ids_of
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +27,7 @@ def measured(pico):
 def test_a_layer_alone_is_the_model_with_that_layer_alone(pico, measured):
     name = "model.layers.1.mlp.down_proj"
     base, tokenizer = load(pico)
-    ids = model_sample(base, tokenizer, "embedded", "test", *SHAPE.values())[0]
+    ids = ids_of(model_sample(base, tokenizer, "embedded", "test", *SHAPE.values())[0])
     other = AutoModelForCausalLM.from_pretrained(pico)
     compress.apply(other, compress.RTN(weights="int2", targets=name))
     with torch.no_grad():

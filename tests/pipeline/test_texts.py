@@ -11,13 +11,17 @@ from transformers import AutoTokenizer
 import compress
 from compress import Calibration, Evaluate
 from compress.checkpoint.opening import open_model
-from compress.data.ids import corpus_sha256, token_ids
+from compress.data.ids import token_ids
 from compress.data.sources import text_sha256
 from compress.errors import CalibrationError
 from compress.passes.contract.journal import Journal
-from compress.pipeline.texts import calibration_ids
+from compress.pipeline.texts import calibration_examples
 
 RTN = compress.RTN(group_size=32)
+
+
+def rows_of(examples):
+    return [example.inputs["input_ids"][0].tolist() for example in examples]
 
 
 @pytest.fixture(scope="module")
@@ -89,22 +93,22 @@ def test_a_mixture_is_each_texts_share_in_one_order(pico, rows):
         model=pico, passes=[RTN], seed=5, calibration=Calibration(mixture=text, sequences=6, length=32)
     )
     opened = open_model(pico)
-    ids, uses = calibration_ids(asked, opened)
-    again, _ = calibration_ids(asked, opened)
-    assert torch.equal(ids, again) and [use.sequences for use in uses] == [4, 2]
+    ids, uses = calibration_examples(asked, opened)
+    again, _ = calibration_examples(asked, opened)
+    assert rows_of(ids) == rows_of(again) and [use.sequences for use in uses] == [4, 2]
     tokenizer = AutoTokenizer.from_pretrained(pico)
     first, second = (
         token_ids(part, "calibration", tokenizer, count, 32, 5) for part, count in asked.calibration.texts()
     )
     wanted = torch.cat([first, second])
-    assert sorted(ids.tolist()) == sorted(wanted.tolist()) and ids.tolist() != wanted.tolist()
+    assert sorted(rows_of(ids)) == sorted(wanted.tolist()) and rows_of(ids) != wanted.tolist()
 
 
 def test_one_text_is_not_shuffled(pico):
     asked = compress.Recipe(model=pico, passes=[RTN], seed=3, calibration=Calibration(sequences=4, length=32))
     tokenizer = AutoTokenizer.from_pretrained(pico)
-    ids, _ = calibration_ids(asked, open_model(pico))
-    assert torch.equal(ids, token_ids("embedded", "calibration", tokenizer, 4, 32, 3))
+    ids, _ = calibration_examples(asked, open_model(pico))
+    assert rows_of(ids) == token_ids("embedded", "calibration", tokenizer, 4, 32, 3).tolist()
 
 
 def test_the_report_says_what_was_read(pico, rows, tmp_path):
@@ -143,5 +147,5 @@ def test_the_report_says_what_was_read(pico, rows, tmp_path):
     assert f"chat template: {template}" in page and chats["sha256"] in page
     again = compress.Recipe.from_yaml(tmp_path / "out" / "recipe.yaml")
     assert again == asked
-    ids, _ = calibration_ids(again, open_model(pico))
-    assert corpus_sha256(ids) == report["reproduce"]["calibration_sha256"]
+    ids, _ = calibration_examples(again, open_model(pico))
+    assert ids.sha256() == report["reproduce"]["calibration_sha256"]

@@ -8,7 +8,9 @@ from model_families import tiny_model
 
 import compress
 from compress.evaluate.result import RunResult
-from compress.models.kinds.kinds import CAUSAL, MASKED, RECORDED
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.masked import MaskedLM
+from compress.models.kinds.speech import Speech
 from compress.report.card import CardFacts, base_metadata, card
 
 
@@ -67,10 +69,10 @@ def test_only_programs_that_read_the_format_are_named(finished):
     native = card(changed(report, format="native"), "m", FACTS, {})
     assert "Other programs do not read the format native" in native and "AutoModel" not in native
     assert front(native)["library_name"] == "compress-llm"
-    masked = card(report, "m", CardFacts(frozenset(), generates=False, kind=MASKED), {})
+    masked = card(report, "m", CardFacts(frozenset(), generates=False, kind=MaskedLM()), {})
     assert front(masked)["pipeline_tag"] == "fill-mask" and "AutoModelForMaskedLM" in masked and "vLLM" not in masked
     facts = CardFacts.of([], tiny_model("whisper"))
-    assert facts.kind is RECORDED and not facts.generates
+    assert facts.kind == Speech() and not facts.generates
     heard = card(report, "m", facts, {})
     assert "import AutoModelForSpeechSeq2Seq, AutoProcessor" in heard and "vllm serve" not in heard
     assert 'processor = AutoProcessor.from_pretrained("FOLDER")' in heard and "AutoTokenizer" not in heard

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from batches import batch_of
 from tolerances import near
 from torch import nn
 from transformers import RwkvConfig, RwkvForCausalLM
@@ -41,7 +42,7 @@ def same(found, wanted) -> bool:
 def test_the_arguments_are_those_of_a_plain_forward_pass(family, tiny, in_memory, ids):
     opened = in_memory(tiny(family))
     wanted, _ = plain_calls(opened.model, opened.blocks, ids())
-    captured = ModelShell(opened).capture(ids())
+    captured = ModelShell(opened).capture(batch_of(ids()))
     assert len(captured.calls) == len(wanted) == 3
     args, kwargs = wanted[0]
     assert torch.equal(captured.hidden, args[0] if args else kwargs["hidden_states"])
@@ -59,19 +60,19 @@ def test_replaying_the_blocks_gives_the_models_own_logits(family, tiny, in_memor
     shell = ModelShell(opened)
     for seed in (0, 1):  # the second one meets a form that is learned already
         _, wanted = plain_calls(opened.model, opened.blocks, ids(seed=seed))
-        captured = shell.capture(ids(seed=seed))
+        captured = shell.capture(batch_of(ids(seed=seed)))
         hidden = captured.hidden
         with torch.no_grad():
             for block, call in zip(opened.blocks, captured.calls.values(), strict=True):
                 hidden = call.run(block.module, hidden)
-        assert near(shell.logits(ids(seed=seed), hidden), wanted)
+        assert near(shell.logits(batch_of(ids(seed=seed)), hidden), wanted)
 
 
 def test_the_model_is_left_as_it_was(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     _, before = plain_calls(opened.model, opened.blocks, ids())
     shell = ModelShell(opened)
-    shell.logits(ids(), shell.capture(ids()).hidden)
+    shell.logits(batch_of(ids()), shell.capture(batch_of(ids())).hidden)
     assert not any("forward" in vars(block.module) for block in opened.blocks)
     assert torch.equal(plain_calls(opened.model, opened.blocks, ids())[1], before)
 
@@ -83,13 +84,13 @@ def test_the_head_does_not_run_while_capturing(tiny, in_memory, ids):
         raise AssertionError("the head ran")
 
     opened.model.get_output_embeddings().register_forward_pre_hook(fail)
-    assert ModelShell(opened).capture(ids()).hidden.shape == (4, 16, 32)
+    assert ModelShell(opened).capture(batch_of(ids())).hidden.shape == (4, 16, 32)
 
 
 def test_the_forward_passes_are_undone_after_an_error(tiny, in_memory):
     opened = in_memory(tiny("llama"))
     with pytest.raises(IndexError):
-        ModelShell(opened).capture(torch.tensor([[10_000]]))  # no such token
+        ModelShell(opened).capture(batch_of(torch.tensor([[10_000]])))  # no such token
     assert not any("forward" in vars(block.module) for block in opened.blocks)
 
 
@@ -99,7 +100,7 @@ def test_blocks_that_do_not_follow_one_another(tiny, in_memory, ids):
     with pytest.raises(
         ModelError, match=r"model\.layers\.1 does not receive the unchanged output of the block before it"
     ):
-        ModelShell(opened).capture(ids())
+        ModelShell(opened).capture(batch_of(ids()))
     between.remove()
 
 
@@ -107,18 +108,18 @@ def test_a_block_that_is_left_out(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     opened.blocks.append(opened.blocks[-1].__class__(3, "model.layers.3", nn.Identity()))
     with pytest.raises(ModelError, match="3 of 4 blocks ran in a forward pass"):
-        ModelShell(opened).capture(ids())
+        ModelShell(opened).capture(batch_of(ids()))
 
 
 def test_a_block_without_hidden_states(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     shell = ModelShell(opened)
-    shell.capture(ids())  # how outputs hold hidden states is known
+    shell.capture(batch_of(ids()))  # how outputs hold hidden states is known
     opened.blocks[0].module.register_forward_pre_hook(
         lambda module, args, kwargs: ((), {"x": args[0]}), with_kwargs=True
     )
     with pytest.raises(ModelError, match=r"model\.layers\.0 is called without hidden states as its first argument"):
-        shell.capture(ids())
+        shell.capture(batch_of(ids()))
 
 
 def test_a_model_that_writes_weights_of_its_blocks_is_refused(in_memory):

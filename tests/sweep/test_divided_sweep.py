@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import batch_of
 from launching import in_threads
 
 import compress
 from compress.errors import NumericError, VerificationError
 from compress.layers.linear import CompressedLinear, linears
+from compress.models.kinds.batch import Examples
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.processes import ALONE
@@ -51,7 +53,7 @@ def swept(model, ids, passes, processes=ALONE):
     resolved = resolve(asked, opened)
     run = run_of(resolved, Journal(), processes=processes, calibration=ids)
     with torch.no_grad():
-        engine(resolved, own_batches(ids, 4, processes), ids[:1], run, Memory())
+        engine(resolved, own_batches(Examples.of_ids(ids), 4, processes), batch_of(ids[:1]), run, Memory())
     return opened.model, [(e.where, e.message) for e in run.journal.entries]
 
 
@@ -93,10 +95,17 @@ def test_experts_that_get_tokens_in_some_processes_only(chain, tiny, ids):
 
 
 def test_every_batch_is_divided_by_the_numbers_of_its_sequences():
-    ids = torch.arange(10)[:, None]
-    parts = [[part.flatten().tolist() for part in own] for own in in_threads(3, lambda p: own_batches(ids, 4, p))]
+    ids = Examples.of_ids(torch.arange(10)[:, None])
+    parts = [
+        [part.inputs["input_ids"].flatten().tolist() for part in own]
+        for own in in_threads(3, lambda p: own_batches(ids, 4, p))
+    ]
     assert parts == [[[0, 3], [6], [9]], [[1], [4, 7]], [[2], [5], [8]]]
-    assert [part.flatten().tolist() for part in own_batches(ids, 4, ALONE)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [part.inputs["input_ids"].flatten().tolist() for part in own_batches(ids, 4, ALONE)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
 
 
 def test_a_pass_that_does_not_combine_what_processes_compute_is_found_out(tiny, ids):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from batches import batch_of
 from model_families import PAIRS
 
 import compress
@@ -34,7 +35,8 @@ def batches(ids):
 
 def sweep(opened, batches, step, done=lambda *_: None, restore=lambda _: False, **options):
     steps = [("passes[0]", step, opened.linear_names())]
-    return Sweep(opened, steps, batches, batches[0][:1], Run(), **options)(done, restore)
+    typed = [batch_of(ids, opened.model) for ids in batches]
+    return Sweep(opened, steps, typed, batch_of(batches[0][:1], opened.model), Run(), **options)(done, restore)
 
 
 def weights_of(opened):
@@ -99,17 +101,18 @@ def test_both_stacks_are_found_and_their_inputs_are_those_of_the_model(family, t
     wanted = opened.model(**halves(text), output_hidden_states=True)
     states = [*wanted.encoder_hidden_states, *wanted.decoder_hidden_states]
     for stack in range(2):
-        captured = shell.capture(text, stack, hidden)
+        captured = shell.capture(batch_of(text, opened.model), stack, hidden)
         hidden = captured.hidden
         for block in stack_of(opened.blocks, stack):
             assert torch.equal(hidden, states[block.index + stack])
             hidden = captured.calls[block.index].run(block.module, hidden)
-    torch.testing.assert_close(shell.logits(text, hidden), wanted.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shell.logits(batch_of(text, opened.model), hidden), wanted.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_batches_share_what_does_not_differ(tiny, in_memory, ids):
-    shell = ModelShell(in_memory(tiny("t5")))
-    one, two, other = (shell.capture(ids(2, length, seed=length + i)).calls[1] for i, length in enumerate((12, 12, 14)))
+    opened = in_memory(tiny("t5"))
+    shell, texts = ModelShell(opened), [ids(2, length, seed=length + i) for i, length in enumerate((12, 12, 14))]
+    one, two, other = (shell.capture(batch_of(text, opened.model)).calls[1] for text in texts)
     assert one.args[1] is two.args[1] and one.args[1].shape != other.args[1].shape  # the position bias
 
 
@@ -151,9 +154,11 @@ def test_files_and_memory_give_the_same_weights(step, tiny, in_memory, batches, 
 def test_what_is_swept_is_what_runs(tiny, in_memory, batches):
     opened = in_memory(tiny("bart"))
     steps = [("passes[0]", compress.GPTQ(group_size=8), opened.linear_names())]
-    run = Sweep(opened, steps, batches, batches[0][:1], Run())
+    typed = [batch_of(ids, opened.model) for ids in batches]
+    probe = batch_of(batches[0][:1], opened.model)
+    run = Sweep(opened, steps, typed, probe, Run())
     hidden = run(lambda *_: None, lambda _: False)
-    found, wanted = run.shell.logits(batches[0][:1], hidden), logits_of(opened.model, batches[0][:1])
+    found, wanted = run.shell.logits(probe, hidden), logits_of(opened.model, probe)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 

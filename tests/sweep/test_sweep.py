@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from batches import batch_of
 
 import compress
 from compress.errors import NumericError
@@ -32,9 +33,15 @@ def steps_of(opened, *passes):
     return [(f"passes[{i}]", step, opened.linear_names()) for i, step in enumerate(passes)]
 
 
+def typed(batches):
+    return [batch_of(ids) for ids in batches]
+
+
 def sweep(opened, batches, *passes, done=lambda *_: None, restore=lambda _: False, **options):
     """Work on the model in place; the last block's output for the probe."""
-    return Sweep(opened, steps_of(opened, *passes), batches, batches[0][:1], Run(), **options)(done, restore)
+    return Sweep(opened, steps_of(opened, *passes), typed(batches), batch_of(batches[0][:1]), Run(), **options)(
+        done, restore
+    )
 
 
 def weights_of(opened):
@@ -52,7 +59,7 @@ def obvious(opened, batches, step):
 
     Each layer (all of them together without true_sequential) is observed by a forward pass of its own.
     """
-    captured = [ModelShell(opened).capture(ids) for ids in batches]
+    captured = [ModelShell(opened).capture(batch_of(ids)) for ids in batches]
     hidden = [each.hidden for each in captured]
     for block in opened.blocks:
         calls = [each.calls[block.index] for each in captured]
@@ -118,7 +125,9 @@ def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
     opened, after, states = in_memory(tiny("llama")), [], []
     watched = lambda *given: states.append(capture_inputs(*given)) or states[-1]  # noqa: E731
     monkeypatch.setattr("compress.sweep.sweep.capture_inputs", watched)
-    run = Sweep(opened, steps_of(opened, *passes), batches, batches[0][:1], Run(), store_bytes=store_bytes)
+    run = Sweep(
+        opened, steps_of(opened, *passes), typed(batches), batch_of(batches[0][:1]), Run(), store_bytes=store_bytes
+    )
     probe = run(lambda block, _: after.append([x.clone() for x in states[0].hidden]), lambda _: False)
     assert states[0].hidden.in_files == (3 if store_bytes == 0 else 0)
     with torch.no_grad():
@@ -126,10 +135,10 @@ def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
             wanted = opened.model(input_ids=ids, output_hidden_states=True, use_cache=False)
             torch.testing.assert_close(after[0][i], wanted.hidden_states[1], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(after[1][i], wanted.hidden_states[2], rtol=1e-5, atol=1e-5)
-            found = run.shell.logits(ids, after[2][i])
+            found = run.shell.logits(batch_of(ids), after[2][i])
             torch.testing.assert_close(found, wanted.logits, rtol=1e-5, atol=1e-5)
         wanted = opened.model(input_ids=batches[0][:1], use_cache=False).logits
-        torch.testing.assert_close(run.shell.logits(batches[0][:1], probe), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run.shell.logits(batch_of(batches[0][:1]), probe), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_files_and_memory_give_the_same_weights(tiny, in_memory, batches):
@@ -156,9 +165,9 @@ def test_passes_without_data_in_one_sweep_are_separate_sweeps(tiny, in_memory, b
         (f"passes[{i}]", s, [n for n in together.linear_names() if s.targets[0].strip("*") in n])
         for i, s in enumerate(passes)
     ]
-    Sweep(together, steps, batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
+    Sweep(together, steps, typed(batches), batch_of(batches[0][:1]), Run())(lambda *_: None, lambda _: False)
     for step in steps:
-        Sweep(apart, [step], batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
+        Sweep(apart, [step], typed(batches), batch_of(batches[0][:1]), Run())(lambda *_: None, lambda _: False)
     assert_same_weights(weights_of(together), weights_of(apart))
 
 
@@ -166,7 +175,7 @@ def test_a_pass_of_few_blocks_leaves_the_others_alone(tiny, in_memory, batches):
     opened, before = in_memory(tiny("llama")), in_memory(tiny("llama"))
     names = [name for name in opened.linear_names() if ".1." in name]
     steps = [("passes[0]", wanda(), names), ("passes[1]", gptq(), [n for n in names if "mlp" in n])]
-    Sweep(opened, steps, batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
+    Sweep(opened, steps, typed(batches), batch_of(batches[0][:1]), Run())(lambda *_: None, lambda _: False)
     found, plain = weights_of(opened), weights_of(before)
     for name in plain:
         changed = name in names

@@ -9,11 +9,12 @@ import torch
 from encoders import MASK, VOCAB
 from torch import nn
 
-from compress.models.kinds.objective import IGNORED, MaskedTokens
+from compress.models.kinds.batch import IGNORED, Examples
+from compress.models.kinds.masked import MaskedLM
 from compress.train.objective import LanguageLoss
 from compress.train.teacher import OnlineTeacher, TeacherOptions, cached_teacher
 
-PREDICTION = MaskedTokens(MASK, VOCAB, (0, 1, 2, 3, 4), seed=5)
+PREDICTION = MaskedLM(MASK, VOCAB, (0, 1, 2, 3, 4), seed=5)
 ROWS = [3, 1]
 
 
@@ -24,9 +25,15 @@ class Answers(nn.Module):
         super().__init__()
         self.logits = nn.Parameter(logits)
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, use_cache):
         self.shown = input_ids
         return SimpleNamespace(logits=self.logits)
+
+
+def drawn(text):
+    """The masked inputs and the targets of the rows."""
+    shown = PREDICTION.shown(Examples.of_ids(text), ROWS).batch()
+    return shown.inputs["input_ids"], shown.labels
 
 
 @pytest.fixture
@@ -38,8 +45,8 @@ def words():
 def test_only_tokens_that_are_asked_for_count(words):
     model = Answers(torch.randn(2, 16, VOCAB, generator=torch.Generator().manual_seed(1)))
     objective = LanguageLoss(lm_objective=PREDICTION)
-    loss = objective(model, words, ROWS)
-    shown, targets = PREDICTION.draw(words, ROWS)
+    loss = objective(model, Examples.of_ids(words), ROWS)
+    shown, targets = drawn(words)
     assert torch.equal(model.shown, shown)
     places = (targets != IGNORED).nonzero().tolist()
     log_p = model.logits.detach().log_softmax(-1)
@@ -48,9 +55,9 @@ def test_only_tokens_that_are_asked_for_count(words):
     loss.backward()
     assert sorted(model.logits.grad.abs().sum(-1).nonzero().tolist()) == places
     elsewhere = torch.where(targets == IGNORED, 5 + (words - 4) % 59, words)
-    assert objective(model, elsewhere, ROWS).item() == loss.item()
+    assert objective(model, Examples.of_ids(elsewhere), ROWS).item() == loss.item()
     there = torch.where(targets == IGNORED, words, 5 + (words - 4) % 59)
-    assert abs(objective(model, there, ROWS).item() - loss.item()) > 0.1
+    assert abs(objective(model, Examples.of_ids(there), ROWS).item() - loss.item()) > 0.1
 
 
 @pytest.fixture
@@ -62,7 +69,7 @@ def pair(tiny):
 @torch.no_grad()
 def test_the_triple_loss_is_the_sum_of_its_parts(pair, words):
     """Sanh 2019, section 3: soft targets at a temperature, masked tokens, direction of the last hidden states."""
-    shown, targets = PREDICTION.draw(words, ROWS)
+    shown, targets = drawn(words)
     mine, theirs = (model(input_ids=shown, output_hidden_states=True) for model in pair)
     soft = nn.functional.kl_div(
         (mine.logits / 2).log_softmax(-1), (theirs.logits / 2).log_softmax(-1), reduction="none", log_target=True
@@ -73,7 +80,7 @@ def test_the_triple_loss_is_the_sum_of_its_parts(pair, words):
     wanted = 0.7 * 4 * soft.sum(-1).mean() + 0.3 * masked + 0.2 * cosine
     teacher = OnlineTeacher(pair[1], 2.0, "here", PREDICTION)
     objective = LanguageLoss(0.3, temperature=2.0, teacher=teacher, cosine=0.2, lm_objective=PREDICTION)
-    assert float(objective(pair[0], words, ROWS)) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(objective(pair[0], Examples.of_ids(words), ROWS)) == pytest.approx(float(wanted), rel=1e-5)
 
 
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
@@ -82,14 +89,20 @@ def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, w
     text = torch.cat([words.flip(1), words])
     options = TeacherOptions(2.0, VOCAB, lm_objective=PREDICTION)
     kept = cached_teacher(
-        lambda: nullcontext(teacher), text, options, tmp_path, torch.device("cpu"), "here", lambda *_: None
+        lambda: nullcontext(teacher),
+        Examples.of_ids(text),
+        options,
+        tmp_path,
+        torch.device("cpu"),
+        "here",
+        lambda *_: None,
     )
     online = OnlineTeacher(teacher, 2.0, "here", PREDICTION)
     losses = []
     for known in (kept, online):
         model = copy.deepcopy(student).requires_grad_(True)
         objective = LanguageLoss(ce_weight, temperature=2.0, teacher=known, token_scale=3.0, lm_objective=PREDICTION)
-        loss = objective(model, text[ROWS], ROWS)
+        loss = objective(model, Examples.of_ids(text[ROWS]), ROWS)
         loss.backward()
         losses.append((loss.item(), model.cls.predictions.transform.dense.weight.grad))
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
@@ -98,8 +111,14 @@ def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, w
 
 def test_other_masks_are_another_question(pair, words, tmp_path):
     for seed in (0, 1, 0):
-        options = TeacherOptions(1.0, 8, lm_objective=MaskedTokens(MASK, VOCAB, seed=seed))
+        options = TeacherOptions(1.0, 8, lm_objective=MaskedLM(MASK, VOCAB, seed=seed))
         cached_teacher(
-            lambda: nullcontext(pair[1]), words, options, tmp_path, torch.device("cpu"), "here", lambda *_: None
+            lambda: nullcontext(pair[1]),
+            Examples.of_ids(words),
+            options,
+            tmp_path,
+            torch.device("cpu"),
+            "here",
+            lambda *_: None,
         )
     assert len(list(tmp_path.glob("teacher-*"))) == 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compress.errors import NumericError
+from compress.models.kinds.batch import Examples
 from compress.numerics.metrics import soft_targets
 from compress.train.teacher import OnlineTeacher, TeacherOptions, cached_teacher
 
@@ -30,7 +31,9 @@ class Opened:
 
 def asked(opened, ids, work=None, temperature=2.0, top_k=8, source=None, record=None):
     tell = (lambda *done: record.append(done)) if record is not None else lambda done, of: None
-    return cached_teacher(opened, ids, TeacherOptions(temperature, top_k, source), work, CPU, "here", tell)
+    return cached_teacher(
+        opened, Examples.of_ids(ids), TeacherOptions(temperature, top_k, source), work, CPU, "here", tell
+    )
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def test_the_targets_of_rows_are_those_of_their_logits(teacher, ids, tmp_path, i
     with torch.no_grad():
         logits = teacher.model(input_ids=ids()[[2, 0]]).logits
     wanted = soft_targets(logits.flatten(0, 1), 2.0, 8)
-    found = stored(ids()[[2, 0]], [2, 0])
+    found = stored(Examples.of_ids(ids()[[2, 0]]), [2, 0])
     assert torch.equal(found.index, wanted.index)
     assert torch.allclose(found.cells, wanted.cells, atol=1e-5)
     assert record == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)] and teacher.read == 4
@@ -55,7 +58,7 @@ def test_what_is_there_is_not_asked_again(teacher, ids, tmp_path):
     first = asked(teacher, ids(), tmp_path)
     again = asked(teacher, ids(), tmp_path)
     assert (teacher.opened, teacher.read) == (1, 4)
-    assert torch.equal(first(ids(), [1]).cells, again(ids(), [1]).cells)
+    assert torch.equal(first(Examples.of_ids(ids()), [1]).cells, again(Examples.of_ids(ids()), [1]).cells)
 
 
 def test_a_killed_one_goes_on_and_a_damaged_file_is_made_again(teacher, ids, tmp_path):
@@ -77,13 +80,13 @@ def test_another_question_is_asked_anew(teacher, ids, tmp_path, change):
 
 
 def test_all_tokens_are_kept_where_there_are_fewer_than_top_k(teacher, ids):
-    found = asked(teacher, ids(), top_k=10**6)(ids(), [0])
+    found = asked(teacher, ids(), top_k=10**6)(Examples.of_ids(ids()), [0])
     assert found.index is None and found.cells.shape == (16, 64)
 
 
 def test_beside_is_the_same_exactly(teacher, ids):
-    stored = asked(teacher, ids(), top_k=64, temperature=1.5)(ids(), range(4))
-    live = OnlineTeacher(teacher.model, 1.5, "here")(ids(), range(4))
+    stored = asked(teacher, ids(), top_k=64, temperature=1.5)(Examples.of_ids(ids()), range(4))
+    live = OnlineTeacher(teacher.model, 1.5, "here")(Examples.of_ids(ids()), range(4))
     assert torch.allclose(stored.cells, live.cells, atol=1e-5) and live.index is None
 
 

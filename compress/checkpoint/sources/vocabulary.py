@@ -12,9 +12,8 @@ from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.supported import check_supported
 from compress.errors import ModelError
-from compress.models.kinds.kinds import HEADLESS, UNKNOWN, kind_of
-from compress.models.kinds.objective import text_config
-from compress.models.structure.front import front_if_any
+from compress.models.kinds.contract import text_config
+from compress.models.kinds.kinds import UNKNOWN, features_of, kind_of
 
 EQUAL = {"classes": ("num_labels", "problem_type"), "embeddings": ("hidden_size",)}
 """The entries of the configurations that a teacher and its student share, by what is compared of them."""
@@ -52,12 +51,13 @@ def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) 
     if kinds[0] != kinds[1]:
         there, here = (UNKNOWN if kind is None else kind.name for kind in kinds)
         raise ModelError(f"teacher: {source} {there}, the model {here}; use a teacher of the model's kind")
-    fronts = [front_if_any(model) for model in (teacher, student)]
-    if fronts[0] != fronts[1]:
+    features = [features_of(model) for model in (teacher, student)]
+    if features[0] != features[1]:
         raise ModelError(
-            f"teacher: {source} reads {fronts[0]}, the model {fronts[1]}; use a teacher that reads the same features"
+            f"teacher: {source} reads {features[0]}, the model {features[1]}; use a teacher that reads the same "
+            "features"
         )
-    for name in EQUAL.get(kinds[0].compared, ()) if kinds[0] in HEADLESS else ():
+    for name in () if kinds[0] is None or kinds[0].learns else EQUAL.get(kinds[0].compared, ()):
         there, here = (getattr(text_config(model.config), name, None) for model in (teacher, student))
         if there != here:
             raise ModelError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.errors import CannotRun, NumericError, call_foreign
-from compress.models.kinds.objective import without_cache
+from compress.models.kinds.contract import without_cache
 
 Tokens = tuple[int, ...]
 Logs = Float[Tensor, "positions vocabulary"]

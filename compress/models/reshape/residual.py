@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.models.reshape.reconfigure import build, tensors
 from compress.models.reshape.widths import Width
 from compress.models.structure.probes import norms_of
@@ -26,7 +27,7 @@ FORMS = ("weight", "1 + weight")
 """How norms use their weight."""
 
 
-def check_interchangeable(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch length"], label: str) -> None:
+def check_interchangeable(model: PreTrainedModel, width: Width, batch: Batch, label: str) -> None:
     """Check that a permutation of the hidden channels in all their tensors leaves the logits unchanged.
 
     Raises:
@@ -36,8 +37,8 @@ def check_interchangeable(model: PreTrainedModel, width: Width, ids: Int[Tensor,
     size = next(iter(width.axes.values()))[0]
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).to(next(iter(plain.values())).device)
     permuted = change_along(plain, width, lambda tensor, dim: tensor.index_select(dim, order))
-    expected = logits_of(build(model, model.config, plain), ids)
-    error = relative_error(logits_of(build(model, model.config, permuted), ids), expected)
+    expected = logits_of(build(model, model.config, plain), batch)
+    error = relative_error(logits_of(build(model, model.config, permuted), batch), expected)
     if not error < LOGITS_TOLERANCE:
         raise ModelError(
             f"{label}: a permutation of the hidden channels changes the logits (relative error {error:.2g}), so the "
@@ -61,7 +62,7 @@ def cut_hidden_channels(
     weights: Mapping[str, Tensor],
     width: Width,
     channels: Int[Tensor, " kept"],
-    ids: Int[Tensor, "batch length"],
+    batch: Batch,
     label: str,
 ) -> PreTrainedModel:
     """Build the model of `config` with some hidden channels, equivalent to setting the others to zero.
@@ -86,14 +87,14 @@ def cut_hidden_channels(
     silent = torch.ones(size, dtype=torch.bool, device=channels.device)
     silent[channels] = False
     quiet = change_along(weights, width, lambda tensor, dim: tensor.index_fill(dim, silent.nonzero()[:, 0], 0))
-    expected = logits_of(build(model, model.config, quiet), ids)
+    expected = logits_of(build(model, model.config, quiet), batch)
     small = change_along(weights, width, lambda tensor, dim: tensor.index_select(dim, channels))
     norms = [f"{name}.weight" for name in norms_of(model) if (f"{name}.weight", 0) in width.axes]
     grown = math.sqrt(size / remaining)
     for form in FORMS:
         more = {n: small[n] * grown if form == "weight" else (1 + small[n]) * grown - 1 for n in norms}
         new = build(model, config, small | more)
-        error = _error_of_most_tokens(logits_of(new, ids), expected)
+        error = _error_of_most_tokens(logits_of(new, batch), expected)
         if error < CUT_TOLERANCE:
             return new
     raise ModelError(

@@ -18,6 +18,7 @@ from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import in_experts
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.models.reshape.reconfigure import Path, build, changed, tensors
 from compress.models.reshape.residual import FORMS, LOGITS_TOLERANCE, change_along
 from compress.models.reshape.widths import Width
@@ -63,7 +64,7 @@ def with_own_head(model: PreTrainedModel, refusal: Refusal) -> PreTrainedModel:
     return untied
 
 
-def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, refusal: Refusal) -> dict[str, list[str]]:
+def readers_of_norms(model: PreTrainedModel, width: Width, batch: Batch, refusal: Refusal) -> dict[str, list[str]]:
     """Return the linears that read each norm of hidden states.
 
     Raises:
@@ -76,7 +77,7 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, refusal:
             "own, so a rotation of the hidden states would mix heads"
         )
     readers_by_norm: dict[str, list[str]] = {}
-    for group in find_groups(model, lambda module: logits_of(module, ids)):
+    for group in find_groups(model, lambda module: logits_of(module, batch)):
         names = [name for name in group.linears if name in reader_names]
         if names and group.norm is not None and (f"{group.norm}.weight", 0) in width.axes:
             readers_by_norm.setdefault(group.norm, []).extend(names)
@@ -101,14 +102,14 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, refusal:
 
 
 def fold_norms(
-    model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, refusal: Refusal
+    model: PreTrainedModel, readers: Mapping[str, list[str]], batch: Batch, refusal: Refusal
 ) -> PreTrainedModel:
     """Fold the weights of norms into their readers, so that norms only divide; the function stays the same.
 
     Raises:
         ModelError: if the logits change.
     """
-    expected, errors = logits_of(model, ids), []
+    expected, errors = logits_of(model, batch), []
     for form in FORMS:
         weights = tensors(model)
         for norm, names in readers.items():
@@ -119,7 +120,7 @@ def fold_norms(
                 transposed = CompressedLinear.of(model.get_submodule(name)).transposed
                 weights[f"{name}.weight"] = weights[f"{name}.weight"] * (scale[:, None] if transposed else scale)
         folded = build(model, model.config, weights)
-        errors.append(relative_error(logits_of(folded, ids), expected))
+        errors.append(relative_error(logits_of(folded, batch), expected))
         if errors[-1] < LOGITS_TOLERANCE:
             return folded
     raise refusal.error(
@@ -129,7 +130,7 @@ def fold_norms(
 
 
 def rotate(
-    model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, ids: Tensor, refusal: Refusal
+    model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, batch: Batch, refusal: Refusal
 ) -> tuple[dict[str, Tensor], float]:
     """Return the rotated weights and the relative error of the logits.
 
@@ -139,7 +140,7 @@ def rotate(
     weights = tensors(model)
     turned = change_along(weights, width, lambda t, dim: (t.movedim(dim, -1) @ rotation).movedim(-1, dim))
     turned |= {f"{norm}.weight": weights[f"{norm}.weight"] for norm in norms}
-    error = relative_error(logits_of(build(model, model.config, turned), ids), logits_of(model, ids))
+    error = relative_error(logits_of(build(model, model.config, turned), batch), logits_of(model, batch))
     if not error < LOGITS_TOLERANCE:
         raise refusal.error(
             f"a rotation of the hidden states changes the logits (relative error {error:.2g}): a module that reads or "

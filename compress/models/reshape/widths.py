@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear, linears
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 from compress.models.reshape.reconfigure import Path, Shapes, changed, entries, shapes, sketch
 from compress.models.structure.blocks import find_blocks
 

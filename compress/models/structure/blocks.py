@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 from compress.layers.linear import linears
-from compress.models.kinds.kinds import texts_in_row
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,11 @@ def find_blocks(model: nn.Module) -> list[Block]:
     return blocks
 
 
+def has_two_stacks(model: nn.Module) -> bool:
+    """Return whether a model has an encoder and a decoder."""
+    return isinstance(model, PreTrainedModel) and bool(getattr(model.config, "is_encoder_decoder", False))
+
+
 def stack_of(blocks: Sequence[Block], number: int) -> list[Block]:
     """Return the blocks of a stack."""
     return [block for block in blocks if block.stack == number]
@@ -60,7 +64,7 @@ def stack_of(blocks: Sequence[Block], number: int) -> list[Block]:
 
 def _parts_with_stacks(model: nn.Module) -> list[list[str]]:
     """Return for each stack the prefixes of the parts of a model that may contain it, the preferred one first."""
-    if not isinstance(model, PreTrainedModel) or texts_in_row(model) == 1:
+    if not isinstance(model, PreTrainedModel) or not has_two_stacks(model):
         return [[*_parts_with_embeddings(model), ""]]
     names = {id(module): name for name, module in model.named_modules()}
     parts = [names.get(id(part)) for part in (model.get_encoder(), model.get_decoder())]

@@ -16,7 +16,7 @@ from compress.errors import ModelError
 from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.layers.linear import CompressedLinear, replace_linear, shape_of
 from compress.layers.scheme import Role
-from compress.models.kinds.kinds import texts_in_row
+from compress.models.structure.blocks import has_two_stacks
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 """What recipes call the output head and the input embedding of every model, whatever the model's own names are."""
@@ -53,7 +53,7 @@ def find_ends(model: nn.Module) -> list[End]:
     if not isinstance(model, PreTrainedModel):
         return []
     embedding, head = _input_embeddings(model), model.get_output_embeddings()
-    if texts_in_row(model) > 1:
+    if has_two_stacks(model):
         return [] if any(_tied(module, head) for module in model.modules()) else _ends(model, None, head)
     return _ends(model, embedding, head)
 

@@ -10,14 +10,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.opened import OpenModel
 from compress.errors import RecipeError
 from compress.layers.parts.codes import CodesPart
-from compress.models.kinds.objective import NEXT_TOKENS, LMObjective
+from compress.models.kinds.batch import Examples
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import ModelKind
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.failures import named_failures
 from compress.passes.contract.journal import Journal
@@ -66,7 +68,7 @@ class Run:
         sparse: the policy for storing only the kept weights, if the format can.
         costs: seconds and peak memory per phase.
         label: the name of the current pass in errors and the journal.
-        calibration: token ids [sequences, length], or None.
+        calibration: the calibration examples, or None.
         open_teacher: a context manager that opens the uncompressed model, or another one by its source; the model can
             run inside of the context, and each block is in memory only while it runs.
         work: a folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
@@ -88,11 +90,11 @@ class Run:
     journal: Journal = field(default_factory=Journal)
     costs: dict[str, PhaseCost] = field(default_factory=dict)
     label: str = ""
-    calibration: Tensor | None = None
+    calibration: Examples | None = None
     open_teacher: Callable[[str | None], AbstractContextManager[nn.Module]] | None = None
     open_original: Callable[[], OpenModel] | None = None
     work: Path | None = None
-    lm_objective: LMObjective = NEXT_TOKENS
+    lm_objective: ModelKind = CAUSAL
     training: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, CodesPart] = field(default_factory=dict)
     processes: Processes = ALONE

@@ -20,14 +20,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
 from compress.layers.scheme import LayerScheme
-from compress.models.kinds.objective import LMObjective, check_learns
+from compress.models.kinds.batch import Batch
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.headless import check_learns
 from compress.models.structure.select import ModuleNames, chosen, select
 from compress.passes.contract.facts import Effects, Fact, Log, Requirements
 from compress.passes.contract.layers import BlockInputs, Layer, Solution, Surveyed
@@ -73,14 +75,12 @@ class Survey(ABC):
         """Estimate the peak memory of `prepare` in bytes, without the model."""
         return 0
 
-    def prepare(
-        self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
-    ) -> None:
+    def prepare(self, model: nn.Module, names: Sequence[str], batches: Sequence[Batch], run: Run) -> None:
         """Read what is needed of the whole model; called before the walk if `whole`.
 
         Args:
             names: full names of the linears.
-            batches: calibration ids of this process.
+            batches: calibration batches of this process.
         """
         return
 
@@ -256,7 +256,7 @@ class BlockPass(Pass):
 class ModelPass(Pass):
     """A pass over the whole model: training and global decisions."""
 
-    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: ModelKind, label: str) -> ModelKind:
         """Return the model's objective with the options of the pass. It is also called before the run.
 
         Args:

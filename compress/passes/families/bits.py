@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from compress.errors import TargetError
 from compress.layers.scheme import LayerScheme
+from compress.models.kinds.batch import Batch
 from compress.models.structure.select import ModuleNames
 from compress.numerics.budget import within_budget
 from compress.numerics.linalg import Regularization
@@ -151,11 +152,9 @@ class BitSurvey(Survey):
         activations = 2 * size.itemsize * size.length * size.passed + 4 * 4 * size.length * size.vocabulary
         return activations + 4 * size.weights if self.options.by == "kl" else 3 * activations + 4 * 4 * size.weights
 
-    def prepare(
-        self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
-    ) -> None:
+    def prepare(self, model: nn.Module, names: Sequence[str], batches: Sequence[Batch], run: Run) -> None:
         processes, mine = run.processes, [name for name in names if divides(self.step, name)]
-        rows = [row for batch in batches for row in batch.split(1)]
+        rows = [row for batch in batches for row in batch.split()]
         rows = rows[: -(-self.options.sequences // processes.size)]
         message = f"derivatives of the model, by: {self.options.by}"
 

@@ -115,7 +115,7 @@ class ReconstructionPass(TrainingOptions, BlockPass):
 
         energies = block_energies(inputs, targets)
 
-        def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
+        def objective(model: nn.Module, examples: Tensor, rows: list[int]) -> Tensor:
             losses = [relative_square(inputs.forward(model, i), targets(i), energies[i]) for i in rows]
             return torch.stack(losses).mean()
 
@@ -132,7 +132,7 @@ class ReconstructionPass(TrainingOptions, BlockPass):
                     layers=len(student.untrained_layers),
                     first=student.untrained_layers[0],
                 )
-            examples = torch.arange(inputs.batches)
-            steps: int = train(student, objective, examples, self, context, parts=True)["steps"]
+            numbers = torch.arange(inputs.batches)
+            steps: int = train(student, objective, numbers, self, context, parts=True)["steps"]
             norms_and_biases = [*student.parameters["norms"], *student.parameters["biases"]]
         return steps, norms_and_biases

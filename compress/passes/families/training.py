@@ -16,13 +16,9 @@ from transformers import PreTrainedModel
 from compress.errors import RecipeError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
-from compress.models.kinds.objective import (
-    MASKED_SHARE,
-    LMObjective,
-    MaskedTokens,
-    TargetTokens,
-    check_learns,
-)
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.headless import check_learns
+from compress.models.kinds.masked import MASKED_SHARE
 from compress.models.structure.blocks import find_blocks
 from compress.numerics.metrics import DivergenceName
 from compress.passes.contract.context import Run
@@ -49,7 +45,7 @@ class TrainingPass(TrainingOptions, ModelPass):
 
     The loss is the cross-entropy on the calibration text; with ce_weight < 1 it includes the divergence from a teacher,
     by default the uncompressed model. For a masked language model, tokens are masked for both the model and the teacher
-    (`MaskedTokens`), the same tokens in every epoch; the cross-entropy is that of the masked tokens.
+    (`MaskedLM`), the same tokens in every epoch; the cross-entropy is that of the masked tokens.
     """
 
     ce_weight: float = Field(
@@ -149,24 +145,24 @@ class TrainingPass(TrainingOptions, ModelPass):
         key = f"{run.storage} {self._lm_objective(run)}"
         return TrainingContext(run.label or self.key(), run.journal, run.folder_of_pass(), key)
 
-    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: ModelKind, label: str) -> ModelKind:
         remedy = "write ce_weight: 0, so that it learns a teacher's outputs, or use distill"
         if self.ce_weight > 0:
             check_learns(lm_objective, label, remedy)
         if self.token_scale is not None:
             check_learns(lm_objective, label, "leave token_scale out, which weighs tokens by their loss")
-        if isinstance(lm_objective, TargetTokens) and (self.hidden or self.cosine):
+        if lm_objective.texts > 1 and (self.hidden or self.cosine):
             raise RecipeError(
                 f"{label}: hidden and cosine compare the hidden states of one stack of blocks, and an encoder-decoder "
                 "model has two; leave them out"
             )
-        if isinstance(lm_objective, MaskedTokens):
-            return replace(lm_objective, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
-        if self.mask_probability is not None:
-            raise RecipeError(f"{label}: mask_probability has no effect on a model of {lm_objective.of}; leave it out")
-        return lm_objective
+        if self.mask_probability is not None and not lm_objective.masks:
+            raise RecipeError(
+                f"{label}: mask_probability has no effect on a model of {lm_objective.predicts}; leave it out"
+            )
+        return lm_objective.with_masks(self.seed, self.mask_probability)
 
-    def _lm_objective(self, run: Run) -> LMObjective:
+    def _lm_objective(self, run: Run) -> ModelKind:
         return self.adapt_objective(run.lm_objective, run.label or self.key())
 
     def parametrization_of_layers(

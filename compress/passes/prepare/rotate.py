@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
@@ -18,7 +18,9 @@ from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.hadamard import Hadamard, HadamardScheme
 from compress.models.forward import logits_of
-from compress.models.kinds.objective import LMObjective, check_learns, text_config
+from compress.models.kinds.batch import IDS, Batch
+from compress.models.kinds.contract import ModelKind, text_config
+from compress.models.kinds.headless import check_learns
 from compress.models.reshape.reconfigure import build, changed, replace_in_place, tensors
 from compress.models.reshape.residual import LOGITS_TOLERANCE
 from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, untying, with_own_head
@@ -100,7 +102,7 @@ class Rotate(ReshapingPass):
         rehearsal = self.model_copy(update={"learn": None})
         return Requirements(data=learns, objective=learns, training=learns, new_shape=True, rehearsal=rehearsal)
 
-    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: ModelKind, label: str) -> ModelKind:
         check_learns(lm_objective, label, "leave learn out, which needs a loss on the text")
         return lm_objective
 
@@ -168,24 +170,24 @@ class Rotate(ReshapingPass):
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel)
         label, dtype = run.label or self.key(), next(model.parameters()).dtype
-        ids = _probe(model).to(next(model.parameters()).device)
+        batch = _probe(model).to(next(model.parameters()).device)
         refusal = Refusal(label, "use residual: false")
         plain = {name: tensor.float() for name, tensor in tensors(model).items()}
         new = with_own_head(model, refusal) if self.residual else build(model, model.config, plain)
-        original_logits = logits_of(new, ids)
+        original_logits = logits_of(new, batch)
         width, norms, links = None, [], []
         if self.residual:
             width = _hidden_width(new, label)
-            new, norms = self._rotate_hidden(new, width, ids, run, refusal)
+            new, norms = self._rotate_hidden(new, width, batch, run, refusal)
         if self.values:
-            links = self._rotate_values(new, ids, run, label)
+            links = self._rotate_values(new, batch, run, label)
         if self.learn is not None:
             new = self._rotate_further(
-                new, self._learned(new, width, links, run), width, norms, links, ids, run, refusal
+                new, self._learned(new, width, links, run), width, norms, links, batch, run, refusal
             )
         tensor_of = tensors(new)
         online = self._rotate_online(new, run, label)
-        error = relative_error(logits_of(new, ids), original_logits)
+        error = relative_error(logits_of(new, batch), original_logits)
         if not error < LOGITS_TOLERANCE:
             raise ModelError(
                 f"{label}: the rotations change the logits (relative error {error:.2g}); use values: false"
@@ -200,26 +202,26 @@ class Rotate(ReshapingPass):
         replace_in_place(model, stored)
 
     def _rotate_hidden(
-        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, refusal: Refusal
+        self, model: PreTrainedModel, width: Width, batch: Batch, run: Run, refusal: Refusal
     ) -> tuple[PreTrainedModel, list[str]]:
         """R1: fold norms and rotate the residual stream. Returns the rotated model, and the names of the norms."""
         size = next(iter(width.axes.values()))[0]
-        readers = readers_of_norms(model, width, ids, refusal)
-        folded = fold_norms(model, readers, ids, refusal)
-        rotation = randomized(size, self.seed).float().to(ids.device)
-        turned, error = rotate(folded, width, list(readers), rotation, ids, refusal)
+        readers = readers_of_norms(model, width, batch, refusal)
+        folded = fold_norms(model, readers, batch, refusal)
+        rotation = randomized(size, self.seed).float().to(next(model.parameters()).device)
+        turned, error = rotate(folded, width, list(readers), rotation, batch, refusal)
         kind = "Hadamard" if exists(size) else "random orthogonal"
         run.journal.add("note", refusal.label, f"hidden states rotated by a {kind} matrix", width=size, error=error)
         return build(model, model.config, turned), list(readers)
 
-    def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> list[ValueLink]:
+    def _rotate_values(self, model: PreTrainedModel, batch: Batch, run: Run, label: str) -> list[ValueLink]:
         """R2: rotate the values of every attention layer of the targets.
 
         Raises:
             ModelError: if there is none.
         """
         rotated_links, missing = [], []
-        for context in _contexts(model, ids, run, label):
+        for context in _contexts(model, batch, run, label):
             inside = [name for name in linears(context.block.module) if works_on(self, context.full(name))]
             inputs, block_links = SweepInputs(context, inside), []
             for link in inputs.permutations:
@@ -268,7 +270,7 @@ class Rotate(ReshapingPass):
         width: Width | None,
         norms: Sequence[str],
         links: Sequence[ValueLink],
-        ids: Tensor,
+        batch: Batch,
         run: Run,
         refusal: Refusal,
     ) -> PreTrainedModel:
@@ -278,10 +280,10 @@ class Rotate(ReshapingPass):
             ModelError: if the function changes.
         """
         if width is not None and learned.hidden is not None:
-            turned, _ = rotate(model, width, norms, learned.hidden.float(), ids, refusal)
+            turned, _ = rotate(model, width, norms, learned.hidden.float(), batch, refusal)
             model = build(model, model.config, turned)
         turns = dict(zip(links, learned.values, strict=True))
-        for context in _contexts(model, ids, run, refusal.label) if links else ():
+        for context in _contexts(model, batch, run, refusal.label) if links else ():
             for link in (link for link in links if link.block == context.block.name):
                 probe = SweepInputs(context, list(linears(context.block.module))).probe
                 is_kept = rotate_values(context.block.module, link.link, turns[link], probe).is_kept
@@ -323,16 +325,16 @@ def _hidden_width(model: PreTrainedModel, label: str) -> Width:
         ) from error
 
 
-def _probe(model: PreTrainedModel) -> Tensor:
-    """Random token ids [1, PROBE]."""
+def _probe(model: PreTrainedModel) -> Batch:
+    """One sequence of random token ids."""
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(text_config(model.config).vocab_size, (1, PROBE), generator=draw)
+    return Batch({IDS: torch.randint(text_config(model.config).vocab_size, (1, PROBE), generator=draw)})
 
 
-def _contexts(model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> Iterator[BlockContext]:
+def _contexts(model: PreTrainedModel, batch: Batch, run: Run, label: str) -> Iterator[BlockContext]:
     """Yield every block with its input for the probe; after each, run the block in its new state."""
     opened = OpenModel.in_memory(model)
-    state = capture_inputs(ModelShell(opened), ids, [], STORE_BYTES, run.work)
+    state = capture_inputs(ModelShell(opened), batch, [], STORE_BYTES, run.work)
     for block in opened.blocks:
         run.journal.add("progress", label, f"values of {block.name}", done=block.index, of=len(opened.blocks))
         context = BlockContext(block, state, run, opened.dtype, label, STORE_BYTES, 0)

@@ -15,7 +15,8 @@ from compress.layers.base import WeightPart
 from compress.layers.linear import linears, replace_linear
 from compress.layers.parts.codebook import CodebookScheme
 from compress.layers.scheme import LayerScheme
-from compress.models.kinds.objective import LMObjective, check_learns
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.headless import check_learns
 from compress.models.structure.blocks import find_blocks
 from compress.numerics.kmeans import kmeans
 from compress.passes.contract.context import Run
@@ -88,7 +89,7 @@ class SqueezeLLM(ModelPass):
         # squared gradients, one gradient at a time, the activations of a sequence; then a layer's k-means in float64
         return 4 * size.weights + size.forward_bytes + 12 * 8 * size.largest
 
-    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: ModelKind, label: str) -> ModelKind:
         if self.sensitivity == "fisher":
             check_learns(lm_objective, label, "write sensitivity: none")
         return lm_objective
@@ -109,14 +110,14 @@ class SqueezeLLM(ModelPass):
     def _fisher(self, model: nn.Module, run: Run, label: str) -> dict[str, Tensor]:
         """Return the sensitivities of the targeted weights, by full name."""
         assert run.calibration is not None
-        ids = run.calibration[: self.sequences]
+        examples = run.calibration[: self.sequences]
         objective = LanguageLoss(lm_objective=self.adapt_objective(run.lm_objective, label))
 
         def report_progress(sequences_done: int) -> None:
-            run.journal.add("progress", label, "gradients of sequences", done=sequences_done, of=len(ids))
+            run.journal.add("progress", label, "gradients of sequences", done=sequences_done, of=len(examples))
 
         with trainable(model, ("weights",), partial(works_on, self), run.storage, label) as student:
-            return fisher(student, objective, ids, label, report_progress)
+            return fisher(student, objective, examples, label, report_progress)
 
     def rounded(
         self, weight: Float[Tensor, "out in"], sensitivity: Float[Tensor, "out in"] | None, layer: Layer

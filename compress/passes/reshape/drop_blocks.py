@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -15,7 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress.errors import CannotRun, ModelError, TargetError, call_foreign, one_line
 from compress.layers.linear import linears
 from compress.models.forward import logits_of, mean_loss, skipping, states
-from compress.models.kinds.objective import LMObjective, check_learns
+from compress.models.kinds.batch import Batch, Examples
+from compress.models.kinds.contract import ModelKind
+from compress.models.kinds.headless import check_learns
 from compress.models.reshape.reconfigure import build, renumbered, replace_in_place, tensors, with_blocks
 from compress.models.structure.blocks import Block, find_blocks
 from compress.numerics.metrics import relative_error
@@ -71,7 +73,7 @@ class DropBlocks(ReshapingPass):
         # no rehearsal: the data decide which blocks are removed, and so the errors
         return replace(super().requires, objective=self.by == "loss", rehearsal=None)
 
-    def adapt_objective(self, lm_objective: LMObjective, label: str) -> LMObjective:
+    def adapt_objective(self, lm_objective: ModelKind, label: str) -> ModelKind:
         check_learns(lm_objective, label, "write by: influence")
         return lm_objective
 
@@ -87,21 +89,21 @@ class DropBlocks(ReshapingPass):
 
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
-        label, ids, blocks = run.label or self.key(), run.calibration[: self.sequences], find_blocks(model)
-        removed = self._chosen(model, ids, run, label)
+        label, examples, blocks = run.label or self.key(), run.calibration[: self.sequences], find_blocks(model)
+        removed = self._chosen(model, examples, run, label)
         kept_blocks = _rest(blocks, removed)
         with skipping(blocks, removed):
-            expected_logits = logits_of(model, ids[:1])
+            expected_logits = logits_of(model, examples[0])
         tensor_of = tensors(model)
         weights = {new: tensor_of[old] for old, new in renumbered(model, kept_blocks).items()}
         new = build(model, with_blocks(model, kept_blocks), weights)
-        error = relative_error(logits_of(new, ids[:1]), expected_logits)
+        error = relative_error(logits_of(new, examples[0]), expected_logits)
         if not error < SAME:
             raise ModelError(
                 f"{label}: the model of {len(kept_blocks)} blocks differs from the model that skips the others "
                 f"(relative error {error:.2g}): a block depends on its position; remove other blocks"
             )
-        _check_runs(new, ids[:1], removed, label)
+        _check_runs(new, examples[0], removed, label)
         replace_in_place(model, new)
 
     def _number(self, blocks: Sequence[Block], label: str) -> int:
@@ -152,7 +154,7 @@ class DropBlocks(ReshapingPass):
         rounds = 1 if self.contiguous else self._number(blocks, label)
         return [i for run in choices[-rounds:] for i in run]
 
-    def _chosen(self, model: PreTrainedModel, ids: Tensor, run: Run, label: str) -> list[int]:
+    def _chosen(self, model: PreTrainedModel, examples: Examples, run: Run, label: str) -> list[int]:
         """Return the blocks to remove, in order; the journal gets the score of each."""
         blocks = find_blocks(model)
         choices, removed = self._choices(blocks, label), []
@@ -160,7 +162,7 @@ class DropBlocks(ReshapingPass):
             for (i,) in choices:
                 run.journal.add("note", f"{label} {blocks[i].name}", "dropped", blocks=1)
             return [i for (i,) in choices]
-        once = influences(model, blocks, ids, len(choices[0])) if self.by == "influence" else None
+        once = influences(model, blocks, examples, len(choices[0])) if self.by == "influence" else None
         for round_index in range(1 if self.contiguous else self._number(blocks, label)):
             costs = {}
             for i, candidate in enumerate(choices):
@@ -169,7 +171,7 @@ class DropBlocks(ReshapingPass):
                         "progress", label, f"loss without blocks {[*removed, *candidate]}", done=i, of=len(choices)
                     )
                     with skipping(blocks, [*removed, *candidate]):
-                        costs[candidate] = mean_loss(model, ids, run.lm_objective)
+                        costs[candidate] = mean_loss(model, examples, run.lm_objective)
                 else:
                     costs[candidate] = float(once[candidate[0]])
             best = min(costs, key=lambda candidate: costs[candidate])
@@ -184,26 +186,24 @@ def _rest(blocks: Sequence[Block], removed: Sequence[int]) -> list[int]:
     return [block.index for block in blocks if block.index not in removed]
 
 
-def influences(
-    model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "sequences length"], run: int = 1
-) -> Float[Tensor, " starts"]:
+def influences(model: nn.Module, blocks: Sequence[Block], examples: Examples, run: int = 1) -> Float[Tensor, " starts"]:
     """For every run of `run` blocks, by its first: 1 - mean cos(x_in of the first, x_out of the last) over tokens.
 
     ShortGPT (Men 2024), eq. 1; for runs as in Gromov 2024 (https://arxiv.org/abs/2403.17887), eq. 6, without the arc.
     """
     total = torch.zeros(len(blocks) - run + 1, dtype=torch.float64)
-    for row in ids:
-        hidden_states = states(model, blocks, row[None])
+    for example in examples:
+        hidden_states = states(model, blocks, example)
         for i in range(len(total)):
             total[i] += float((1 - torch.cosine_similarity(hidden_states[i], hidden_states[i + run], dim=-1)).mean())
-    return total / len(ids)
+    return total / len(examples)
 
 
-def _check_runs(model: PreTrainedModel, ids: Tensor, removed: Sequence[int], label: str) -> None:
+def _check_runs(model: PreTrainedModel, example: Batch, removed: Sequence[int], label: str) -> None:
     """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
     try:
         with torch.no_grad():
-            call_foreign(model, input_ids=ids.to(next(model.parameters()).device))
+            call_foreign(model, **example.to(next(model.parameters()).device).inputs)
     except CannotRun as error:
         raise ModelError(
             f"{label}: transformers cannot run the model without the blocks {sorted(removed)} ({one_line(error)}); "

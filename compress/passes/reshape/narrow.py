@@ -17,7 +17,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.errors import ModelError, TargetError
 from compress.layers.linear import CompressedLinear
 from compress.models.forward import logits_of
-from compress.models.kinds.objective import text_config
+from compress.models.kinds.contract import text_config
 from compress.models.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
 from compress.models.reshape.residual import CUT_TOLERANCE, check_interchangeable, cut_hidden_channels
 from compress.models.reshape.widths import Width, ffn_widths, head_width, hidden_width
@@ -157,8 +157,8 @@ class Narrow(ReshapingPass):
     def _narrow_hidden(self, model: PreTrainedModel, run: Run, width: Width, label: str) -> None:
         """Remove hidden channels: prove that they are interchangeable, score them, repair readers, and cut."""
         assert run.calibration is not None
-        ids = run.calibration[:1]
-        check_interchangeable(model, width, ids, label)
+        example = run.calibration[0]
+        check_interchangeable(model, width, example, label)
         score = self._hidden_scores(model, run, width, label)
         kept_count = next(iter(width.axes.values()))[1]
         kept_channels = score.argsort(descending=True, stable=True)[:kept_count].sort().values
@@ -172,7 +172,7 @@ class Narrow(ReshapingPass):
                 tensor_of[f"{context.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
         config = changed(model.config, width.edits)
         assert config is not None
-        new = cut_hidden_channels(model, config, tensor_of, width, kept_channels, ids, label)
+        new = cut_hidden_channels(model, config, tensor_of, width, kept_channels, example, label)
         share = float(score[kept_channels].sum() / score.sum())
         run.journal.add(
             "note", label, "kept hidden channels", kept=kept_count, of=len(score), importance=round(share, 6)
@@ -248,8 +248,9 @@ def _contexts(model: PreTrainedModel, run: Run, label: str, kind: str) -> Iterat
     """Yield every block with its inputs; after each, run the block in its new state to get the next inputs."""
     assert run.calibration is not None
     opened = OpenModel.in_memory(model)
-    ids = run.calibration
-    state = capture_inputs(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
+    examples = run.calibration
+    inputs = examples.beginning(PROBE), examples.batches(BATCH)
+    state = capture_inputs(ModelShell(opened), *inputs, run.store_bytes, run.work)
     for block in opened.blocks:
         run.journal.add("progress", label, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
         context = BlockContext(block, state, run, opened.dtype, label, run.store_bytes, 0)
@@ -281,7 +282,7 @@ class _InnerNarrowing:
         edits = {path: value for width in self.widths.values() for path, value in width.edits.items()}
         config = _checked(model, edits, self.cuts)
         new = build(model, config, _cut(tensors(model), self.cuts))
-        error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
+        error = relative_error(logits_of(new, run.calibration[0]), logits_of(model, run.calibration[0]))
         if not error < CUT_TOLERANCE:
             raise ModelError(
                 f"{label}: the narrowed model differs from the one with zeroed channels (relative error {error:.2g}); "

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError, TargetError
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Examples
 from compress.models.reshape.reconfigure import build, changed, replace_in_place, tensors
 from compress.models.reshape.residual import cut_hidden_channels
 from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, untying, with_own_head
@@ -79,18 +80,19 @@ class SliceGPT(ReshapingPass):
     @torch.no_grad()
     def apply(self, model: nn.Module, run: Run) -> None:
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
-        label, ids = run.label or self.key(), run.calibration
+        label, examples = run.label or self.key(), run.calibration
         config, dtype = self.outcome(model, label), next(model.parameters()).dtype
+        probe = examples.beginning(PROBE)
         refusal = Refusal(label, "use narrow")
         untied = with_own_head(model, refusal)
         width = hidden_width(untied, lambda size: self._kept_count(size, label))
-        readers = readers_of_norms(untied, width, ids[:1, :PROBE], refusal)
-        folded = fold_norms(untied, readers, ids[:1, :PROBE], refusal)
-        rotation, energy = principal_components(covariance_of(folded, list(readers), ids, run, label))
-        turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], refusal)
+        readers = readers_of_norms(untied, width, probe, refusal)
+        folded = fold_norms(untied, readers, probe, refusal)
+        rotation, energy = principal_components(covariance_of(folded, list(readers), examples, run, label))
+        turned, error = rotate(folded, width, list(readers), rotation, probe, refusal)
         kept_count = next(iter(width.axes.values()))[1]
         channels = torch.arange(kept_count, device=energy.device)
-        new = cut_hidden_channels(folded, config, turned, width, channels, ids[:1, :PROBE], label)
+        new = cut_hidden_channels(folded, config, turned, width, channels, probe, label)
         figures = {
             "kept": kept_count,
             "of": len(energy),
@@ -101,7 +103,7 @@ class SliceGPT(ReshapingPass):
 
 
 def covariance_of(
-    model: PreTrainedModel, norms: Sequence[str], ids: Tensor, run: Run, label: str
+    model: PreTrainedModel, norms: Sequence[str], examples: Examples, run: Run, label: str
 ) -> Float[Tensor, "hidden hidden"]:
     """Return the covariance of the outputs of all norms over all tokens; norms give all tokens equal weights."""
     statistics = Gram(model.get_submodule(norms[0]).get_parameter("weight").shape[0], next(model.parameters()).device)
@@ -112,7 +114,7 @@ def covariance_of(
     with ExitStack() as stack:
         for name in norms:
             stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
-        for i, row in enumerate(ids):
-            run.journal.add("progress", label, "covariance of hidden states", done=i, of=len(ids))
-            logits_of(model, row[None])
+        for i, example in enumerate(examples):
+            run.journal.add("progress", label, "covariance of hidden states", done=i, of=len(examples))
+            logits_of(model, example)
     return statistics.hessian

@@ -11,7 +11,10 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 
-from compress.models.kinds.kinds import CAUSAL, DISTRIBUTIONS, MASKED, answer_of, described, is_headless, kind_of
+from compress.models.kinds.causal import CAUSAL
+from compress.models.kinds.contract import DISTRIBUTIONS, answer_of
+from compress.models.kinds.kinds import described, is_headless, kind_of
+from compress.models.kinds.masked import MaskedLM
 
 WANTED = {
     "encoder": ("is an encoder", "AutoModel", "embeddings"),
@@ -35,7 +38,7 @@ def test_the_kind_of_a_model_without_a_head(name):
 
 
 def test_models_with_a_head_are_language_models(tiny):
-    assert kind_of(tiny("llama")) is CAUSAL and kind_of(tiny("bert")) is MASKED
+    assert kind_of(tiny("llama")) is CAUSAL and kind_of(tiny("bert")) == MaskedLM()
     assert not is_headless(tiny("llama")) and not is_headless(torch.nn.Linear(1, 1))
     assert kind_of(torch.nn.Linear(1, 1)) is CAUSAL
 

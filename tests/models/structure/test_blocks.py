@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from batches import batch_of
 from tolerances import near
 from torch import nn
 
@@ -27,7 +28,7 @@ def test_blocks_are_found_in_order_and_are_chained(family, tiny, in_memory, ids)
     opened = in_memory(model)
     assert [(b.index, b.name) for b in opened.blocks] == [(i, f"{PLACES[family]}.{i}") for i in range(3)]
     assert all(block.module is model.get_submodule(block.name) for block in opened.blocks)
-    assert len(ModelShell(opened).capture(ids()).calls) == 3
+    assert len(ModelShell(opened).capture(batch_of(ids())).calls) == 3
 
 
 def test_the_list_with_the_most_parameters_is_taken_and_lists_inside_it_are_not():
@@ -81,17 +82,17 @@ class Named(Layer):
 def test_blocks_that_do_not_pass_hidden_states_straight_on_are_refused(in_memory, ids):
     opened = in_memory(Model(between=lambda x: 2 * x))
     with pytest.raises(ModelError, match=r"layers\.1 does not receive the unchanged output of the block before it"):
-        ModelShell(opened).capture(ids())
+        ModelShell(opened).capture(batch_of(ids()))
 
 
 def test_blocks_that_do_not_all_run_are_refused(in_memory, ids):
     with pytest.raises(ModelError, match="1 of 2 blocks ran in a forward pass"):
-        ModelShell(in_memory(Model(used=1))).capture(ids())
+        ModelShell(in_memory(Model(used=1))).capture(batch_of(ids()))
 
 
 def test_hidden_states_may_be_passed_by_keyword(in_memory, ids):
     model = Model(keyword="hidden_states")
-    captured = ModelShell(in_memory(model)).capture(ids())
+    captured = ModelShell(in_memory(model)).capture(batch_of(ids()))
     with torch.no_grad():
         assert torch.equal(captured.hidden, model.embed(ids()))
         output = captured.calls[0].run(model.layers[0], captured.hidden)
@@ -102,4 +103,4 @@ def test_blocks_called_without_hidden_states_are_refused(in_memory, ids):
     model = Model(keyword="states")
     model.layers = nn.ModuleList(Named() for _ in range(2))
     with pytest.raises(ModelError, match=r"layers\.0 is called without hidden states as its first argument"):
-        ModelShell(in_memory(model)).capture(ids())
+        ModelShell(in_memory(model)).capture(batch_of(ids()))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from batches import batch_of
 
 from compress.models.structure.coupled_channels import (
     CoupledChannels,
@@ -21,7 +22,7 @@ def first(in_memory, ids):
     """first(model) -> (its first block, a forward pass of it on fixed inputs)."""
 
     def find(model):
-        captured = ModelShell(in_memory(model)).capture(ids(2, 12))
+        captured = ModelShell(in_memory(model)).capture(batch_of(ids(2, 12)))
         return model.model.layers[0], lambda block: captured.calls[0].run(block, captured.hidden)
 
     return find

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import yaml
+from batches import batch_of
 from pydantic import ValidationError
 
 import compress
@@ -35,7 +36,8 @@ def swept(opened, batches, *steps, run=None):
     """The sweep after its work, whose `decided` can be looked at."""
     names = opened.linear_names()
     labelled = [(f"passes[{i}]", step, names) for i, step in enumerate(steps)]
-    sweep = Sweep(opened, labelled, batches, batches[0][:1] if batches else torch.arange(8)[None], run or Run())
+    probe = batch_of(batches[0][:1] if batches else torch.arange(8)[None])
+    sweep = Sweep(opened, labelled, [batch_of(ids) for ids in batches], probe, run or Run())
     sweep(lambda *_: None, lambda _: False)
     return sweep
 
@@ -215,7 +217,9 @@ def test_what_goes_on_to_the_blocks_is_as_if_nobody_had_looked(tiny, in_memory, 
         (f"passes[{i}]", compress.Wanda(sparsity=share), [n for n in names if f".{i}." in n])
         for i, share in shares.items()
     ]
-    Sweep(other, steps, batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
+    Sweep(other, steps, [batch_of(ids) for ids in batches], batch_of(batches[0][:1]), Run())(
+        lambda *_: None, lambda _: False
+    )
     for name in names:
         assert torch.equal(one.model.get_submodule(name).weight, other.model.get_submodule(name).weight)
 

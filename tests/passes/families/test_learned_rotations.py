@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from batches import batch_of
 from torch import nn
 
 import compress
@@ -10,6 +11,7 @@ from compress.errors import RecipeError
 from compress.layers.linear import replace_linear
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Examples
 from compress.models.structure.blocks import linears_of_blocks
 from compress.numerics.hadamard import random_orthogonal
 from compress.numerics.quant.codes import quantize
@@ -26,7 +28,7 @@ COARSE = {"activations": "int4", "activation_clip": 0.9}
 
 def learnt(model, ids, seed=0, **options):
     """The record of the training of a rotation, which is applied to the model."""
-    run = Run(label="here", calibration=ids)
+    run = Run(label="here", calibration=Examples.of_ids(ids))
     Rotate(seed=seed, learn=RotationLearning(**options)).apply(model, run)
     return run.training["here"]
 
@@ -62,7 +64,7 @@ def test_a_loss_without_rotated_weights_is_that_of_the_folded_model(
     For most tokens: a sum in another order may change a code, but not for half of them. A clip of 0.9, and weights in
     nf4, because the largest magnitude of int4 lies between two codes, if it is negative.
     """
-    model, probe, seen = pico_model if family == "pico" else tiny(family), ids(8, 6), []
+    model, probe, seen = pico_model if family == "pico" else tiny(family), batch_of(ids(8, 6)), []
     options = {"activations": "int4", "activation_clip": 0.9} | (
         {"weights": weights, "group_size": 8} if weights else {}
     )
@@ -103,7 +105,7 @@ def test_learning_spreads_outliers(pico_model, pico_ids):
     names = linears_of_blocks(pico_model.requires_grad_(False))
     readers = frozenset(name for name in names if not name.endswith(("o_proj", "down_proj")))
     found = Learnable(names, 128, readers, frozenset(), (), lambda name: None)
-    run = Run(label="here", calibration=pico_ids)
+    run = Run(label="here", calibration=Examples.of_ids(pico_ids))
     options = RotationLearning(steps=8, batch=6, hold_out=0, ce_weight=0)
     turned = learn_rotations(pico_model, found, options, run).hidden
     curve = run.training["here"]["curve"]
@@ -129,7 +131,7 @@ def test_rotations_are_orthogonal_and_the_model_stays(pico_model, pico_ids):
     readers, writers = (frozenset(n for n in names if (n.endswith(("o_proj", "down_proj"))) == end) for end in (0, 1))
     found = Learnable(names, 128, readers, writers, (), lambda name: None)
     options = RotationLearning(steps=12, hold_out=0, momentum=0.5)
-    done = learn_rotations(pico_model, found, options, Run(label="here", calibration=pico_ids))
+    done = learn_rotations(pico_model, found, options, Run(label="here", calibration=Examples.of_ids(pico_ids)))
     assert done.hidden.dtype == torch.float64 and not done.values
     assert float((done.hidden.T @ done.hidden - torch.eye(128)).abs().max()) < 1e-12
     assert float((done.hidden - torch.eye(128)).norm()) > 0.1

@@ -12,10 +12,9 @@ from speech import TEXTS, extractor, sweep, write_model, write_recordings, write
 from transformers import AutoModelForSpeechSeq2Seq, WhisperTokenizer
 
 from compress.data.ids import check_text, model_sample
-from compress.data.recorded import RecordingReader
 from compress.data.text_source import TextSource
 from compress.errors import CalibrationError
-from compress.models.kinds.recordings import read, targets_in
+from compress.models.kinds.speech import RecordingReader
 
 TARGETS = [[*(int(word[1:]) for word in text.split()), 3] for text in TEXTS]
 """The words and the end; the token before them is that with which the decoder starts."""
@@ -49,14 +48,18 @@ def sample(model, source, part="calibration", count=None, length=None, seed=0, k
 
 
 def tokens(ids):
-    return [[token for token in row if token >= 0] for row in targets_in(ids).tolist()]
+    return [example.labels[0].tolist() for example in ids]
 
 
-def test_rows_hold_features_and_targets(model, listed):
+def features(ids):
+    return torch.cat([example.inputs["input_features"] for example in ids])
+
+
+def test_examples_hold_features_and_targets(model, listed):
     ids, use = sample(model, listed, "test", 6)
     assert tokens(ids) == TARGETS
     wanted = extractor()(sweep(0.5, first=600.0, last=4000.0), sampling_rate=16000, return_tensors="pt").input_features
-    torch.testing.assert_close(read(ids).features[2], wanted[0], rtol=0, atol=1e-3)  # 16 bits of a WAV file
+    torch.testing.assert_close(features(ids)[2], wanted[0], rtol=0, atol=1e-3)  # 16 bits of a WAV file
     assert (use.sequences, use.length, use.documents, use.tokens) == (6, 6, 6, 26)
 
 
@@ -81,14 +84,14 @@ def test_a_list_in_json_and_another_column(model, listed, tmp_path):
     named = [{"audio": str(Path(listed).parent / row["audio"]), "sentence": row["text"]} for row in rows]
     (tmp_path / "list.json").write_text(json.dumps(named))
     found, _ = sample(model, TextSource(source=str(tmp_path / "list.json"), column="sentence"), "test")
-    assert torch.equal(found, sample(model, listed, "test")[0])
+    assert found.sha256() == sample(model, listed, "test")[0].sha256()
 
 
 def test_stored_features(model, tmp_path):
-    features, labels = torch.randn(3, 8, 24), torch.tensor([[5, 6, 3], [7, 3, -100], [8, 9, 3]])
-    save_file({"input_features": features, "labels": labels}, tmp_path / "a.safetensors")
+    made, labels = torch.randn(3, 8, 24), torch.tensor([[5, 6, 3], [7, 3, -100], [8, 9, 3]])
+    save_file({"input_features": made, "labels": labels}, tmp_path / "a.safetensors")
     ids, use = sample(model, str(tmp_path / "a.safetensors"), count=2)
-    assert torch.equal(read(ids).features, features[:2]) and tokens(ids) == [[5, 6, 3], [7, 3]]
+    assert torch.equal(features(ids), made[:2]) and tokens(ids) == [[5, 6, 3], [7, 3]]
     assert (use.sequences, use.length) == (2, 3)
     assert tokens(sample(model, str(tmp_path / "a.safetensors"), "test", 9, 2)[0]) == [[5, 6], [7, 3], [8, 9]]
 
@@ -109,9 +112,9 @@ def test_a_line_chooses_the_language_and_the_task(model, lines):
     known = WhisperTokenizer(vocab=vocabulary, merges=[], additional_special_tokens=words[1:])
     name = known.convert_ids_to_tokens
     reader = RecordingReader(model, known, "text", Path(lines({})).parent, extractor())
-    plain = reader.row({"audio": "one.wav", "text": "ab"}, "here", None)
-    told = reader.row({"audio": "one.wav", "text": "ab", "language": "german", "task": "translate"}, "here", None)
-    assert name(tokens(told[None])[0])[-6:] == [
+    plain = reader.example({"audio": "one.wav", "text": "ab"}, "here", None)
+    told = reader.example({"audio": "one.wav", "text": "ab", "language": "german", "task": "translate"}, "here", None)
+    assert name(tokens([told])[0])[-6:] == [
         "<|de|>",
         "<|translate|>",
         "<|notimestamps|>",
@@ -119,14 +122,14 @@ def test_a_line_chooses_the_language_and_the_task(model, lines):
         "b",
         "<|endoftext|>",
     ]
-    assert "<|de|>" not in name(tokens(plain[None])[0])
-    assert "<|de|>" not in name(tokens(reader.row({"audio": "one.wav", "text": "ab"}, "here", None)[None])[0])
+    assert "<|de|>" not in name(tokens([plain])[0])
+    assert "<|de|>" not in name(tokens([reader.example({"audio": "one.wav", "text": "ab"}, "here", None)])[0])
     again = {"audio": "one.wav", "text": "b", "language": "german", "task": "translate"}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(known), "__deepcopy__", None, raising=False)  # it is copied once for both lines
-        assert "<|de|>" in name(tokens(reader.row(again, "here", None)[None])[0])
+        assert "<|de|>" in name(tokens([reader.example(again, "here", None)])[0])
     with pytest.raises(CalibrationError, match="list.jsonl:1: language: "):
-        reader.row({"audio": "one.wav", "text": "ab", "language": "klingon"}, "list.jsonl:1", None)
+        reader.example({"audio": "one.wav", "text": "ab", "language": "klingon"}, "list.jsonl:1", None)
 
 
 ONE = {"audio": "one.wav", "text": "w5 w6"}

@@ -12,20 +12,16 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.errors import CalibrationError, CannotRun, CompressError, ModelError, call_foreign
-from compress.models.kinds.kinds import RECORDED, SUPPORTED, kind_of
-from compress.models.kinds.recordings import row_of, shape_in, targets_in
+from compress.errors import CannotRun, CompressError, ModelError, call_foreign
+from compress.models.kinds.contract import SUPPORTED
 from compress.models.structure.blocks import find_blocks
-from compress.models.structure.ends import vocabulary_size
 
 POSITIONS = 16  # of a sample for an encoder that reads recordings of any length
 SECONDS, SAMPLES, FRAMES = 30, 16000, 100  # of a usual recording for an estimate, and its usual rates per second
 Order = Literal["first", "last"]
-TOKENS = 4  # of a sample, and of the transcript of a sample
 
 
 @dataclass(frozen=True)
@@ -106,11 +102,6 @@ def front_of(model: PreTrainedModel) -> Front:
     return replace(found, orders=tuple(reached) or found.orders)
 
 
-def front_if_any(model: PreTrainedModel) -> Front | None:
-    """The front of a model that hears recordings; None for other models."""
-    return front_of(model) if kind_of(model) is RECORDED else None
-
-
 def fewest_frames(convolutions: Sequence[nn.Conv1d]) -> int:
     """The frames from which convolutions, one after the other, make one position."""
     count = 1
@@ -152,43 +143,8 @@ def reaches(model: PreTrainedModel, convolution: nn.Conv1d, shape: Sequence[int]
     return False
 
 
-def check_recordings(model: PreTrainedModel, ids: Int[Tensor, "rows length"], places: Sequence[str]) -> None:
-    """Raise CalibrationError for recordings that a model cannot read. places: of each, for messages."""
-    front, size, positions = front_of(model), vocabulary_size(model), target_positions(model)
-    for place, row in zip(places, ids, strict=True):
-        shape, tokens = shape_in(row), targets_in(row[None])[0]
-        if not front.fits(shape):
-            turned = len(shape) == 2 and front.fits(shape[::-1])
-            how = "swap these two axes" if turned else "make them with the feature extractor of the model"
-            how += "" if turned else " (preprocessor_config.json)"
-            raise CalibrationError(
-                f"{place}: has features of shape {list(shape)}, but {type(model).__name__} reads {front}; {how}"
-            )
-        if not len(tokens):
-            raise CalibrationError(f"{place}: its transcript has no target tokens; write another, or leave it out")
-        if int(tokens.max()) >= size:
-            raise CalibrationError(
-                f"{place}: has the token id {int(tokens.max())}, but the model's vocabulary has {size}; use the "
-                "model's own tokenizer"
-            )
-        if positions is not None and len(tokens) > positions:
-            raise CalibrationError(
-                f"{place}: its transcript has {len(tokens)} tokens, but the decoder has {positions} positions; cut the "
-                f"recording into shorter ones, or use a length <= {positions}, to which transcripts are cut"
-            )
-
-
 def target_positions(model: PreTrainedModel) -> int | None:
     """The positions of a model's decoder; None if its configuration states no limit."""
     config = model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
     return next((count for count in named if count is not None and count > 0), None)
-
-
-def samples_for(model: PreTrainedModel) -> list[Int[Tensor, "1 length"]]:
-    """Sequences with which a model of its kind may run, of the fewest tokens; at least one of them must."""
-    if kind_of(model) is not RECORDED:
-        return [torch.arange(TOKENS)[None] % vocabulary_size(model)]
-    draw = torch.Generator().manual_seed(0)
-    tokens = [token % vocabulary_size(model) for token in range(TOKENS)]
-    return [row_of(torch.randn(shape, generator=draw), tokens)[None] for shape in front_of(model).shapes]

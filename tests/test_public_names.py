@@ -45,6 +45,7 @@ ERRORS = {
     "OutputError": 2,
     "Failure": 1,
     "NumericError": 1,
+    "QualityError": 3,
     "SaveError": 1,
     "DeviceError": 1,
     "ShortageError": 1,

@@ -7,6 +7,7 @@ a checkpoint format, `exact.ExactCodec` the exact state of a model between two s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,9 @@ from compress.version import __version__
 
 OUTSIDE = "outside"
 """The key of the shard with all tensors outside of blocks."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CIRCUMSTANCES = ("is_local", "local_files_only", "name_or_path")
+"""What transformers writes to `TOKENIZER_CONFIG` about how a tokenizer was read: offline, or from a local folder."""
 
 
 def _do_nothing() -> None:
@@ -168,6 +172,15 @@ def write_probe(path: Path, probe: Mapping[str, Tensor], logits: Tensor) -> None
     write_shard(path, {**probe, "logits": logits.cpu().contiguous()})
 
 
+def _remove_circumstances(path: Path) -> None:
+    """Remove from a tokenizer's configuration how it was read, which would change the digest of the checkpoint."""
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        plain = {key: value for key, value in config.items() if key not in CIRCUMSTANCES}
+        if plain != config:
+            path.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _write_tokenizer(opened: OpenModel, folder: Path) -> list[str]:
     """Write generation config, tokenizer and processor.
 
@@ -186,6 +199,7 @@ def _write_tokenizer(opened: OpenModel, folder: Path) -> list[str]:
         if opened.tokenizer is not None:
             paths = [Path(path) for path in opened.tokenizer.save_pretrained(folder)]
             files += [path.name for path in paths if path.is_file() and path.parent == folder]
+            _remove_circumstances(folder / TOKENIZER_CONFIG)
         for name, text in opened.processor.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")

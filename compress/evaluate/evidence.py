@@ -147,18 +147,26 @@ def reproduction(
     )
 
 
-def sizes(folder: Path, dense_bytes: int, tensor_bytes: int, compressed: Sequence[tuple[int, int]]) -> Sizes:
+def sizes(
+    folder: Path,
+    source_bytes: int | None,
+    dense_bytes: int,
+    tensor_bytes: int,
+    compressed: Sequence[tuple[int, int]],
+) -> Sizes:
     """Compute the sizes of a checkpoint.
 
     Args:
         folder: Its folder.
-        dense_bytes: Bytes of the uncompressed model.
+        source_bytes: Bytes of the weight files of the source; None if they are unknown.
+        dense_bytes: Bytes of the uncompressed model in the storage dtype.
         tensor_bytes: Bytes of its tensors.
         compressed: (weights, bytes) of every layer that passes worked on.
     """
     weights = sum(count for count, _ in compressed)
     packed = sum(size_bytes for _, size_bytes in compressed)
     return Sizes(
+        source_bytes=source_bytes,
         dense_bytes=dense_bytes,
         tensor_bytes=tensor_bytes,
         checkpoint_bytes=tensor_file_bytes(folder),

@@ -80,7 +80,8 @@ class Sizes(Record):
     """Sizes of a checkpoint.
 
     Attributes:
-        dense_bytes: Bytes of the uncompressed model.
+        source_bytes: Bytes of the weight files of the model as it was given; None if they are unknown.
+        dense_bytes: Bytes of the uncompressed model in the storage dtype.
         tensor_bytes: Bytes of the checkpoint's tensors.
         checkpoint_bytes: Bytes of its weight files.
         compressed_layers: Number of layers that passes worked on.
@@ -96,6 +97,7 @@ class Sizes(Record):
     compressed_weights: int
     compressed_bytes: int
     bits_per_weight: float
+    source_bytes: int | None = None
 
 
 class DiskReading(Record):

@@ -118,7 +118,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     gc.collect()  # models contain reference cycles
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     checkpoint = CheckpointFacts(
-        size=sizes(folder, settled.dense_bytes, settled.checkpoint_bytes, layers),
+        size=sizes(folder, job.source_bytes, settled.dense_bytes, settled.checkpoint_bytes, layers),
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
         masked=[name for entry in manifest.shards.values() for name in entry.masked],

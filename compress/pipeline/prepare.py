@@ -23,7 +23,7 @@ from compress.pipeline.plan import Plan, plan_of
 from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.resolve import ResolvedRecipe, resolve, run_of
 from compress.pipeline.servers import settled_check
-from compress.pipeline.sources import open_original, open_start, open_teacher, take_in_compressed
+from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
 from compress.pipeline.texts import calibration_examples, eval_examples
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
@@ -35,8 +35,8 @@ class Job:
     """The inputs of a run, complete before it starts.
 
     examples: for the calibration. texts: windows of the evaluation by name, which are read first: errors come early.
-    stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation. accept: see
-    `Shards`.
+    stated: the files that state the recipe, by name. source_bytes: of the weight files of the model as given. uses:
+    what was read for calibration and evaluation. accept: see `Shards`.
     """
 
     resolved: ResolvedRecipe
@@ -46,6 +46,7 @@ class Job:
     texts: dict[str, Examples]
     manifest: Manifest
     stated: dict[str, str]
+    source_bytes: int | None
     uses: tuple[TextUse, ...] = ()
     accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
 
@@ -76,6 +77,7 @@ def prepare(
     opened = open_start(recipe, device_of(recipe.device))
     for log in opened.notes:
         journal.add("note", "model", log)
+    given_bytes = source_bytes(opened)
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
     resolved = resolve(recipe, opened)
     planned = plan_of(resolved, memory_bytes, strict=True)
@@ -118,7 +120,7 @@ def prepare(
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
     run, uses = replace(run, calibration=examples), (*uses, *(use for _, use in evaluated))
-    return Job(resolved, run, planned, examples, texts, manifest, _at_commit(recipe, opened), uses, accept)
+    return Job(resolved, run, planned, examples, texts, manifest, _at_commit(recipe, opened), given_bytes, uses, accept)
 
 
 def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:

@@ -99,3 +99,17 @@ def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractConte
 def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:
     """Open a model in memory, under the name of its class."""
     return OpenModel.in_memory(model.eval(), tokenizer, type(model).__name__)
+
+
+def source_bytes(opened: OpenModel) -> int | None:
+    """Return the bytes of the weight files of a model as it was given; None if they are unknown.
+
+    A .gguf file counts as it is, also if its dequantized weights are read from a cache.
+    """
+    path = Path(expanduser(opened.source))
+    if path.suffix == ".gguf" and path.is_file():
+        return path.stat().st_size
+    checkpoint = opened.weights.checkpoint
+    if checkpoint is None:
+        return None
+    return sum(file.stat().st_size for file in {place.path for place in checkpoint.stored.values()})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
 from compress.evaluate.perplexity import Difference, TextQuality
-from compress.evaluate.result import Measurements, RunResult
+from compress.evaluate.result import Measurements, RunResult, Sizes
 from compress.evaluate.speed import SpeedResult
 from compress.evaluate.tasks import TasksResult, adjusted_p_values
 from compress.evaluate.verdict import OUTCOMES, Verdict, verdict_of
+from compress.numerics.dtypes import DTYPES
 from compress.report.page.numbers import with_error
 
+ANOTHER_SIZE = 0.01
+"""Relative difference from which two sizes of a model are told apart: headers of files stay below it."""
 SIGNIFICANT = 0.05
 """p-value, adjusted for the number of metrics, below which the flips of a task count as a difference."""
 
@@ -40,10 +43,43 @@ def faster(measured: Measurements) -> float | None:
     return compressed.decode[batch] / base.decode[batch]
 
 
+def storage_bits(result: RunResult) -> int:
+    """Return the bits of a stored weight before compression."""
+    return 8 * DTYPES[result.reproduce.storage_dtype].itemsize
+
+
+def source_differs(size: Sizes) -> bool:
+    """Return whether the files that were given have another size than the dense model in the storage dtype."""
+    return size.source_bytes is not None and abs(size.source_bytes / size.dense_bytes - 1) > ANOTHER_SIZE
+
+
+def size_in_words(result: RunResult, ratio_words: Callable[[float], str]) -> str:
+    """Describe the size of a checkpoint against the dense model and, if its size differs, against the given files.
+
+    Args:
+        ratio_words: words for a ratio of sizes, such as '2.00 times smaller'.
+    """
+    size = result.size
+    dense = ratio_words(size.dense_bytes / size.checkpoint_bytes)
+    if size.source_bytes is None or not source_differs(size):
+        return dense
+    source = ratio_words(size.source_bytes / size.checkpoint_bytes)
+    return f"{source} than the given file, {dense} than in {storage_bits(result)} bits"
+
+
+def times_smaller(ratio: float) -> str:
+    """Return a ratio of sizes in words, such as '2.00 times smaller'."""
+    return f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+
+
+def x_smaller(ratio: float) -> str:
+    """Return a ratio of sizes in short, such as '2.00x smaller'."""
+    return f"{ratio:.2f}x smaller" if ratio >= 1 else f"{1 / ratio:.2f}x larger"
+
+
 def headline(result: RunResult) -> str:
     """Return the verdict in one sentence: size, speed if it was measured, and the loss on the first text."""
-    smaller = result.size.dense_bytes / result.size.checkpoint_bytes
-    parts = [f"{smaller:.2f} times smaller" if smaller >= 1 else f"{1 / smaller:.2f} times larger"]
+    parts = [size_in_words(result, times_smaller)]
     rate = faster(result)
     if rate is not None:
         parts.append(f"{rate:.2f} times faster" if rate >= 1 else f"{1 / rate:.2f} times slower")
@@ -77,7 +113,7 @@ def in_words(text: TextQuality) -> str:
 
 def of_result(result: RunResult) -> list[str]:
     """Return the verdict on a run: sentences for size and loss, for the divergence, and for the tasks."""
-    size = f"{result.size.dense_bytes / result.size.checkpoint_bytes:.2f}x smaller"
+    size = size_in_words(result, x_smaller)
     compared = [(text, text.difference) for text in result.texts if text.difference is not None]
     if not compared and result.agreements:
         return _of_agreement(size, result.agreements) + of_tasks(result)

@@ -3,10 +3,12 @@
 import errno
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from compress.checkpoint.codec import FormatCodec, Outside
 from compress.checkpoint.exact import ExactCodec, restore_exact
@@ -92,3 +94,16 @@ def test_the_exact_state_keeps_a_mask_and_the_memory_order(opened, tmp_path):
     assert torch.equal(restored.mask, mask)
     (tmp_path / entry.file).write_bytes(b"damaged")
     assert not restore_exact(tmp_path, entry, block.module, torch.device("cpu"))
+
+
+def test_files_do_not_depend_on_how_the_tokenizer_was_read(opened, pico, tmp_path):
+    """transformers adds `local_files_only` where the hub is switched off, and `is_local` for a local folder."""
+    configs = []
+    for circumstances in ({}, {"local_files_only": True}):
+        tokenizer = AutoTokenizer.from_pretrained(pico, **circumstances)
+        folder = tmp_path / f"{len(circumstances)}"
+        folder.mkdir()
+        written(replace(opened, tokenizer=tokenizer), folder)
+        configs.append((folder / "tokenizer_config.json").read_text())
+    assert configs[0] == configs[1] and not {"is_local", "local_files_only"} & json.loads(configs[0]).keys()
+    assert AutoTokenizer.from_pretrained(folder).encode("a text") == tokenizer.encode("a text")

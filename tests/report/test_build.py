@@ -1,6 +1,7 @@
 """report.json: sizes and bits per weight against hand-worked numbers, hashes against the files themselves."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -31,6 +32,12 @@ def test_sizes_by_hand(finished):
     assert size["bits_per_weight"] == 4 + 32 / 16
     assert size["tensor_bytes"] == packed + 4 * OUTSIDE
     assert size["dense_bytes"] == 4 * (WEIGHTS + OUTSIDE)
+
+
+def test_the_size_of_the_source_is_that_of_its_files(finished):
+    source = Path(finished.report["model"]["source"])
+    files = [path for path in source.iterdir() if path.suffix == ".safetensors"]
+    assert finished.report["size"]["source_bytes"] == sum(path.stat().st_size for path in files)
 
 
 def test_sizes_are_those_on_disk(finished):

@@ -237,6 +237,18 @@ def test_a_section_with_markdown_alone_is_shown(monkeypatch):
     assert "<h2>Toys</h2>" in page(sample()) and "1 &lt; 2" in page(sample())
 
 
+def test_the_size_of_a_source_that_is_quantized_already():
+    """A 4-bit file that becomes a larger one is not reported as smaller without a word."""
+    values = sample()
+    values["size"]["source_bytes"] = values["size"]["checkpoint_bytes"] // 2
+    report = RunResult.from_json(values)
+    assert headline(report).startswith("2.00 times larger than the given file, 3.12 times smaller than in ")
+    text = Reader(page(values)).text
+    assert "checkpoint against the given file, MB" in text and "the given file has" in text
+    values["size"]["source_bytes"] = values["size"]["dense_bytes"] + 4096  # headers
+    assert headline(RunResult.from_json(values)).startswith("3.12 times smaller, ")
+
+
 def test_every_kind_of_block_has_a_template(whole):
     from compress.report.page.render import environment
 

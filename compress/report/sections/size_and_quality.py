@@ -8,10 +8,10 @@ from typing import ClassVar
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import SummaryRow
 from compress.evaluate.result import RunResult
-from compress.numerics.dtypes import DTYPES
 from compress.report.page.blocks import Bars, Details, PageBlock, TextTable, before_and_after
 from compress.report.page.numbers import data_size, number
 from compress.report.sections.base import MB, Section, table
+from compress.report.verdict import source_differs, storage_bits, x_smaller
 
 HEAD = ("", "before", "after", "ratio")
 
@@ -26,7 +26,7 @@ class SizeAndQualitySection(Section):
         return table(HEAD, rows(result))
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
-        size, dense_bits = result.size, bits_before(result)
+        size, dense_bits = result.size, storage_bits(result)
         sizes = size.dense_bytes, size.checkpoint_bytes
         bits = float(dense_bits), size.bits_per_weight
         groups = [
@@ -43,20 +43,15 @@ class SizeAndQualitySection(Section):
         return [Bars(groups), Details("All figures in one table", [TextTable(HEAD, rows(result))])]
 
 
-def bits_before(result: RunResult) -> int:
-    """Return the bits of a stored weight before compression."""
-    return 8 * DTYPES[result.reproduce.storage_dtype].itemsize
-
-
 def rows(result: RunResult) -> list[SummaryRow]:
     """List rows (quantity, before, after, ratio): bytes, bits per weight, and those of every evaluator."""
-    size, bits = result.size, bits_before(result)
+    size, bits = result.size, storage_bits(result)
     summary = [
         (
             "checkpoint, MB",
             f"{size.dense_bytes / MB:.1f}",
             f"{size.checkpoint_bytes / MB:.1f}",
-            f"{size.dense_bytes / size.checkpoint_bytes:.2f}x smaller",
+            x_smaller(size.dense_bytes / size.checkpoint_bytes),
         ),
         (
             f"bits per weight, {size.compressed_layers} layers",
@@ -65,6 +60,10 @@ def rows(result: RunResult) -> list[SummaryRow]:
             f"{bits / size.bits_per_weight:.2f}x smaller",
         ),
     ]
+    if size.source_bytes is not None and source_differs(size):
+        ratio = x_smaller(size.source_bytes / size.checkpoint_bytes)
+        given = f"{size.source_bytes / MB:.1f}"
+        summary.insert(1, ("checkpoint against the given file, MB", given, f"{size.checkpoint_bytes / MB:.1f}", ratio))
     for key, value in result.evaluations.items():
         if key in EVALUATORS and value is not None:
             summary += EVALUATORS[key]().summary(value)

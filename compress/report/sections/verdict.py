@@ -13,7 +13,16 @@ from compress.evaluate.speed import SpeedResult
 from compress.report.page.blocks import Items, KeyFigure, KeyFigures, Lead, PageBlock
 from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error
 from compress.report.sections.base import Section
-from compress.report.verdict import compared_verdict, faster, headline, in_sentences, in_words, of_result, of_tasks
+from compress.report.verdict import (
+    compared_verdict,
+    faster,
+    headline,
+    in_sentences,
+    in_words,
+    of_result,
+    of_tasks,
+    source_differs,
+)
 
 
 class VerdictSection(Section):
@@ -41,6 +50,8 @@ class VerdictSection(Section):
 def _size(result: RunResult) -> KeyFigure:
     size = result.size
     note = f"{data_size(size.dense_bytes)} → {data_size(size.checkpoint_bytes)}"
+    if size.source_bytes is not None and source_differs(size):
+        note += f"; the given file has {data_size(size.source_bytes)}"
     smaller = size.dense_bytes / size.checkpoint_bytes
     return KeyFigure(f"{smaller:.2f}×", "smaller", note, "good" if smaller > 1 else "plain")
 

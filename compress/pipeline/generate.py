@@ -35,7 +35,7 @@ def generate_text(
     if inputs["input_ids"].shape[1] == 0:
         raise ModelError("prompt: is empty; write some text")
     run: Any = model.generate
-    made = run(
+    output = run(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=tokens,
@@ -45,4 +45,4 @@ def generate_text(
         top_k=None,
         pad_token_id=tokenizer.eos_token_id,
     )
-    return str(tokenizer.decode(made[0, prompt_length(model, inputs["input_ids"]) :], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0, prompt_length(model, inputs["input_ids"]) :], skip_special_tokens=True))

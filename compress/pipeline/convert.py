@@ -245,7 +245,7 @@ class _Plan:
 
 
 def _distance(old: CodesScheme, new: LayerScheme, scheme: LayerScheme) -> tuple[float, ...]:
-    """How far a scheme is from a layer's own: bits, grid, the kind of grid, group size, zero points and inputs."""
+    """Return how far a scheme is from a layer's: bits, grid, kind of grid, group size, zero points and inputs."""
     codes, width = new.all_codes[0], scheme.shape[1]
     sizes = [size if isinstance(size, int) else width for size in (old.group_size, codes.group_size)]
     bits = codes.grid.bits - old.grid.bits

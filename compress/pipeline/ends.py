@@ -22,7 +22,7 @@ def check_ends(step: Pass, ends: Sequence[End], label: str) -> None:
 
 
 def _inside_only(step: Pass) -> str | None:
-    """Why a pass works on the linears inside the blocks only; None if it also works on ends."""
+    """Return why a pass works on the linears inside the blocks only; None if it also works on ends."""
     needs, effects = step.requires, step.effects(ANY_LAYER)
     scope = "the linears inside the blocks, not on the output head or the embedding"
     if not isinstance(step, LayerPass) or "quantized" not in effects.facts or needs.new_shape:
@@ -37,7 +37,7 @@ def _inside_only(step: Pass) -> str | None:
 
 
 def _unfit_for_ids(step: Pass, end: End) -> str | None:
-    """Why a pass cannot work on an embedding, whose inputs are token ids; None if it can."""
+    """Return why a pass cannot work on an embedding, whose inputs are token ids; None if it can."""
     assert isinstance(step, LayerPass)
     layer_step = step.for_layer(end.name) or step
     assert isinstance(layer_step, LayerPass)

@@ -49,7 +49,7 @@ def unlimited(footprint: Footprint) -> Fit:
 
 
 def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
-    """The largest activation stores and calibration batches with which the run stays within a limit.
+    """Return the largest activation stores and calibration batches with which the run stays within a limit.
 
     memory_bytes: of the whole process, `LIBRARIES_BYTES` for libraries included. Smaller stores change no sum; a
     smaller batch adds the same sums in another order, so the batch changes last, and is the recipe's from then on.
@@ -74,7 +74,7 @@ def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
 
 
 def check_available(footprint: Footprint, available_bytes: int) -> Fit:
-    """The run as its recipe asks; its stores are smaller where the machine has less memory than they may take.
+    """Return the run as its recipe asks; its stores are smaller where the machine has less memory than they may take.
 
     Raises ShortageError as `fitted` does where the memory is too small all the same.
     """
@@ -118,7 +118,7 @@ def check_verification(recipe: Recipe, dense_bytes: int, checkpoint_bytes: int, 
 
 
 def _batches(footprint: Footprint) -> list[int]:
-    """The batch of the recipe, and halves of it down to one; passes that learn in steps of one batch keep it."""
+    """Return the batch of the recipe, and halves of it down to one; passes that learn in steps of one batch keep it."""
     batch = footprint.recipe.calibration.batch
     sizes = [batch]
     if not any(step.requires.batches for _, step, _ in footprint.steps):
@@ -128,7 +128,7 @@ def _batches(footprint: Footprint) -> list[int]:
 
 
 def _stores(footprint: Footprint) -> list[int]:
-    """Limits of a store: that of the footprint, then halves of what the activations take, then none."""
+    """Return limits of a store: that of the footprint, then halves of what the activations take, then none."""
     limits, size = [footprint.store_bytes], min(footprint.store_bytes, footprint.states_bytes) // 2
     while size > SMALLEST_STORE:
         limits.append(size)
@@ -137,7 +137,7 @@ def _stores(footprint: Footprint) -> list[int]:
 
 
 def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int) -> Iterator[str]:
-    """What is done to stay within the limit."""
+    """Yield what is done to stay within the limit."""
     limit = f"to stay within {memory_bytes / MB:.0f} MB"
     if fit.store_bytes < min(STORE_BYTES, footprint.states_bytes):
         yield f"{limit}, activations between blocks beyond {fit.store_bytes / MB:.0f} MB are stored in files"
@@ -157,14 +157,14 @@ def _what(footprint: Footprint) -> str:
 
 
 def _remedies(footprint: Footprint, limit: int) -> str:
-    """What makes the run fit: each change alone, as far as one is enough; otherwise the memory that it needs."""
+    """Return what makes the run fit: each change alone, as far as one is enough; otherwise the memory that it needs."""
     remedies = [*_shorter(footprint, limit), *_other_passes(footprint, limit)]
     needed_bytes = footprint.peak_bytes() + LIBRARIES_BYTES
     return f"it fits with {', or '.join([*remedies, f'{needed_bytes / MB:.0f} MB of memory'])}"
 
 
 def _shorter(footprint: Footprint, limit: int) -> Iterator[str]:
-    """Smaller values of the calibration and of the evaluation."""
+    """Yield smaller values of the calibration and of the evaluation."""
     calibration = footprint.recipe.calibration
     sequences, length = extent(calibration, calibration.sequences, calibration.length)
     for name, value in (("batch", calibration.batch), ("sequences", sequences), ("length", length)):

@@ -13,7 +13,7 @@ from compress.models.kinds.kinds import answers_prompts, described, prompt_lengt
 def generate_text(
     source: str, prompt: str, tokens: int = 64, plain: bool = False, dtype: str = "auto", activations: str | None = None
 ) -> str:
-    """The greedy answer of a model to a prompt, at most `tokens` tokens.
+    """Return the greedy answer of a model to a prompt, at most `tokens` tokens.
 
     source: a compressed checkpoint, another local folder, a hub id or a .gguf file. plain: continue the prompt as it
     is; otherwise the prompt is put into the chat template of the tokenizer, if there is one. activations: as in `load`.

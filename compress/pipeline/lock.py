@@ -88,7 +88,7 @@ def _take(file: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """The process that holds a lock, in words."""
+    """Return the process that holds a lock, in words."""
     try:
         owner = read_json(path)
         return f"process {owner['process']} on {owner['host']}, since {owner['since']},"

@@ -18,7 +18,7 @@ WIDE = 32  # groups in a row without padding: whole words for codes of every wid
 
 
 def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
+    """Return a note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
     format_, storage = resolved.format, resolved.storage
     layers_of: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     quantizing = [step for step in resolved.steps if "quantized" in step[1].effects(ANY_LAYER).facts]
@@ -64,7 +64,7 @@ def _reason(scheme: LayerScheme, format_: Format, nominal: float, storage: torch
 
 
 def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """A note for every pruning pass whose zeros save no bytes."""
+    """Return a note for every pruning pass whose zeros save no bytes."""
     notes, format_ = [], resolved.format
     for label, step, names in resolved.steps:
         layers = [facts[name] for name in names if name in facts]
@@ -78,7 +78,7 @@ def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
 
 
 def pass_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """What passes say about their result in this format."""
+    """Return what passes say about their result in this format."""
     notes, format_ = [], resolved.format
     for label, step, _ in resolved.steps:
         effects = step.effects(ANY_LAYER)

@@ -88,7 +88,7 @@ def check_files(files: Any, folder: Path) -> dict[str, int]:
 
 
 def listed_files(folder: Path) -> dict[str, int]:
-    """The files that the manifest in a folder lists, also one of another version. Raises OutputError."""
+    """Return the files that the manifest in a folder lists, also one of another version. Raises OutputError."""
     try:
         files = read_json(folder / WORK / MANIFEST)["files"]
     except (ValueError, KeyError) as error:
@@ -142,7 +142,7 @@ def staging_folder(folder: Path) -> Path:
 
 
 def staged_sizes(folder: Path, files: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the staged files by name. files: those that the run has listed before.
+    """Return the sizes of the staged files by name. files: those that the run has listed before.
 
     Raises OutputError if a name is that of a file of the user.
     """
@@ -169,7 +169,7 @@ def move_staged(folder: Path, names: Iterable[str]) -> None:
 
 
 def spelled(names: Iterable[str]) -> str:
-    """The first names of a list, for a message."""
+    """Return the first names of a list, for a message."""
     ordered = sorted(names)
     return ", ".join(ordered[:MOST]) + (f" and {len(ordered) - MOST} more" if len(ordered) > MOST else "")
 

@@ -89,7 +89,7 @@ class Plan:
     fit: Fit | None = None
 
     def groups(self) -> list[LayerGroup]:
-        """The layers by kind, in the order of the model."""
+        """Return the layers by kind, in the order of the model."""
         layers_by_kind: dict[tuple[str, LayerPlan], list[LayerPlan]] = {}
         for layer in self.layers:
             name = kind_of(layer.name)
@@ -196,7 +196,7 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
 
 
 def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
-    """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
+    """Return the plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     form, storage, format_ = resolved.form, resolved.storage, resolved.format
     ends = [end for end in find_ends(form.model) if end.name in facts]
     layers = [LayerPlan(name, f.scheme.shape, f.passes, f.scheme, f.size_bytes) for name, f in facts.items()]
@@ -210,7 +210,7 @@ def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
 
 
 def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:
-    """The model and the plan of its layers in the shape of the checkpoint in `folder`.
+    """Return the model and the plan of its layers in the shape of the checkpoint in `folder`.
 
     Both are the given ones unless a pass changes the shape of the model.
     """
@@ -229,7 +229,7 @@ def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[O
 def _rest_bytes(
     opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
 ) -> int:
-    """Bytes of all stored tensors except the weights of linears in the blocks and of these ends.
+    """Return bytes of all stored tensors except the weights of linears in the blocks and of these ends.
 
     format_: that of the checkpoint; None: all in `storage`.
     """

@@ -33,7 +33,7 @@ def fingerprint(**parts: Any) -> str:
 
 
 def identity(recipe: Recipe, model: str, calibration: str) -> tuple[str, dict[str, str]]:
-    """The fingerprint of a run, and the digests of its code (`code_of`).
+    """Return the fingerprint of a run, and the digests of its code (`code_of`).
 
     The fingerprint covers all that the bytes of the checkpoint depend on: not the evaluation, nor how it is verified.
     model, calibration: digests of the model's files and of the calibration ids.
@@ -44,7 +44,7 @@ def identity(recipe: Recipe, model: str, calibration: str) -> tuple[str, dict[st
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
-    """The sha256 of the source of every pass of a recipe, by its key, and that of this package.
+    """Return the sha256 of the source of every pass of a recipe, by its key, and that of this package.
 
     The source of a pass is the file that defines its class, with the files of its base classes outside of this package.
     """
@@ -53,7 +53,7 @@ def code_of(recipe: Recipe) -> dict[str, str]:
 
 
 def source_sha256(kind: type[Pass]) -> str:
-    """The sha256 of the source of a pass; UNKNOWN if the source of a class is not available."""
+    """Return the sha256 of the source of a pass; UNKNOWN if the source of a class is not available."""
     excluded = PACKAGE, pydantic.__name__
     bases = [
         c for c in kind.__mro__ if issubclass(c, pydantic.BaseModel) and c.__module__.partition(".")[0] not in excluded
@@ -79,7 +79,7 @@ def package_sha256(root: Path = Path(__file__).parents[1]) -> str:
 
 
 def changed_code(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """What changed between the code of two runs, in words; None if nothing is known to have changed."""
+    """Return what changed between the code of two runs, in words; None if nothing is known to have changed."""
     keys = [key for key in new if key in old and old[key] != new[key]]
     passes = [key for key in keys if key != PACKAGE]
     if passes:
@@ -88,7 +88,7 @@ def changed_code(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
 
 
 def written(recipe: Recipe) -> dict[str, str]:
-    """The files that state a recipe in a folder, by name: recipe.yaml, and copies of the plugins that it names.
+    """Return the files that state a recipe in a folder, by name: recipe.yaml, and copies of the plugins that it names.
 
     Raises RecipeError if recipe.yaml could not be read again as the same recipe.
     """

@@ -140,7 +140,7 @@ class State:
 
 
 def calibrated(state: State, machine: Device, batch: int, context: int) -> Device:
-    """This machine, with the time of a call measured on some blocks of the model, which get weights of no meaning.
+    """Return this machine with the time of a call, measured on some blocks of the model that get arbitrary weights.
 
     machine: as `measured_host` measures it.
     """
@@ -162,7 +162,7 @@ def calibrated(state: State, machine: Device, batch: int, context: int) -> Devic
 
 
 def _filled(state: State, indices: list[int]) -> PreTrainedModel:
-    """A model of these blocks in memory as `compress.load` makes it; all dense weights are one small number."""
+    """Return a model of these blocks in memory as `compress.load` makes it; all dense weights are one small number."""
     opened, dtype = state.opened, state.dtype
     with no_init_weights():
         config = with_blocks(_sketched(opened, opened.config, dtype), indices)

@@ -73,7 +73,7 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def check_servers(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
+    """Return notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
     Raises TargetError for recipes that say so (`save.tensor_parallel`), and if
     groups or packed words do not divide over the devices.
@@ -127,7 +127,7 @@ def _stated(scheme: LayerScheme) -> tuple[object, ...]:
 
 
 def _unlike(sets: FusedSets, block: str, kind: frozenset[str], schemes: Mapping[str, LayerScheme]) -> str | None:
-    """Why servers refuse the layers of a block; None if the layers of each set are stored alike.
+    """Return why servers refuse the layers of a block; None if the layers of each set are stored alike.
 
     kind: the names of its linears inside the block. schemes: of its linears by full names, and of others.
     """
@@ -173,7 +173,7 @@ class _Split:
         self.shared = groups if groups is not None and groups != self.heads and shape[0] == groups * width else None
 
     def reason(self, parts: int) -> str | None:
-        """Why it cannot be split into so many parts; None if it can."""
+        """Return why it cannot be split into so many parts; None if it can."""
         if self.heads is not None and self.heads % parts:
             return f"{self.heads} attention heads do not split over {parts} devices"
         if self.shared is not None and self.shared % parts and parts % self.shared:
@@ -189,7 +189,7 @@ class _Split:
 
 
 def _ways(name: str, plan: Mapping[str, str]) -> set[str]:
-    """Whether a linear is split by rows or by columns, by the plan of its model; both if it has none."""
+    """Return whether a linear is split by rows or by columns, by the plan of its model; both if it has none."""
     if not plan:
         return {"rows", "columns"}
     style = next((way for pattern, way in plan.items() if fnmatchcase(name, f"*{pattern}")), "")

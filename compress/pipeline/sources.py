@@ -48,7 +48,7 @@ def take_in_compressed(opened: OpenModel, run: Run) -> None:
 
 
 def maps_ends(recipe: Recipe) -> bool:
-    """Whether embedding and head may stay mapped, in a narrower dtype of their file (`Checkpoint.narrow_ends`).
+    """Return whether embedding and head may stay mapped, in a narrower dtype of their file (`Checkpoint.narrow_ends`).
 
     Not if a pass or a survey computes with the whole model, or if they are rounded: by the format, or to a dtype.
     """
@@ -60,7 +60,7 @@ def maps_ends(recipe: Recipe) -> bool:
 
 
 def original_of(source: str) -> str:
-    """The model that a chain of runs started with, by the recipes in their folders; `source` if no run wrote it."""
+    """Return the model that a chain of runs started with, by their recipes; `source` if no run wrote it."""
     visited: set[str] = set()
     while source not in visited:
         visited.add(source)

@@ -65,7 +65,7 @@ def _spelled(
 
 
 def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = "perplexity") -> Started:
-    """The first variant that can be planned. Raises the error of the last one where there is none.
+    """Return the first variant that can be planned. Raises the error of the last one where there is none.
 
     A model without a language-model head gets agreement in place of perplexity.
     """

@@ -26,12 +26,12 @@ Wanted = TypeVar("Wanted", Evaluate, Evaluate | None)
 
 
 def texts_of(settings: Evaluate | None, model: PreTrainedModel) -> tuple[TextSource | str, ...]:
-    """The texts to evaluate a model on; empty for `eval: null`. Raises RecipeError for texts that do not suit it."""
+    """Return the texts to evaluate a model on; empty for `eval: null`. Raises RecipeError for unsuitable texts."""
     return () if settings is None else settings.texts_for(not is_headless(model), described(model))
 
 
 def suited(settings: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str, ...]]:
-    """The evaluation without what a suite has and the model cannot answer, and a note on what is left out.
+    """Return the evaluation without what a suite has and the model cannot answer, and a note on what is left out.
 
     Raises RecipeError where the recipe itself states it.
     """
@@ -92,7 +92,7 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
 
 
 def eval_examples(recipe: Recipe, opened: OpenModel) -> list[Sample]:
-    """The windows of every evaluation text, and its use; empty for `eval: null`.
+    """Return the windows of every evaluation text, and its use; empty for `eval: null`.
 
     The names of tasks are checked, too (`check_tasks`).
     """

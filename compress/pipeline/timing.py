@@ -77,7 +77,7 @@ def timing(resolved: ResolvedRecipe, measure: bool) -> Timing | None:
 
 
 def predicted(resolved: ResolvedRecipe, measured: Trial) -> Timing:
-    """The seconds of a run from a trial of it."""
+    """Return the seconds of a run from a trial of it."""
     recipe, opened, steps = resolved.recipe, resolved.opened, resolved.steps
     block, blocks = chosen_block(opened.blocks, steps), len(opened.blocks)
     weights = {name: prod(shape) for name, shape in layer_shapes(opened).items()}
@@ -105,21 +105,21 @@ def count_of(step: Pass | None) -> int:
 
 
 def batches_of(resolved: ResolvedRecipe) -> float:
-    """The number of calibration batches of a run."""
+    """Return the number of calibration batches of a run."""
     calibration = resolved.recipe.calibration
     sequences, _ = extent(calibration, calibration.sequences, calibration.length)
     return ceil(sequences / calibration.batch) if calibrates(resolved.steps) else 1
 
 
 def window_of(resolved: ResolvedRecipe) -> int:
-    """The tokens of an evaluation window."""
+    """Return the tokens of an evaluation window."""
     settings = resolved.recipe.eval
     texts = texts_of(settings, resolved.opened.model)
     return (extent(texts[0], None, settings.length)[1] if texts and settings else 0) or WINDOW
 
 
 def windows_of(resolved: ResolvedRecipe, unknown: list[str]) -> int:
-    """The number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
+    """Return the number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
     total, settings = 0, resolved.recipe.eval
     for text in texts_of(settings, resolved.opened.model):
         count = extent(text, settings.windows, settings.length)[0] if settings else 0
@@ -138,7 +138,7 @@ def known(path: Path) -> Trial | None:
 
 
 def kept_file(resolved: ResolvedRecipe) -> Path:
-    """The file of the trial of this machine, model shape and passes, in the user's cache of models."""
+    """Return the file of the trial of this machine, model shape and passes, in the user's cache of models."""
     from huggingface_hub.constants import HF_HOME
 
     recipe, steps = resolved.recipe, resolved.steps

@@ -176,7 +176,7 @@ def forward(model: PreTrainedModel, length: int) -> Forward:
 
 
 def _seconds(work: Any) -> float:
-    """The least seconds of two calls."""
+    """Return the least seconds of two calls."""
     times = []
     for _ in range(2):
         begin = perf_counter()

@@ -145,7 +145,7 @@ def _rounding_effect(model: nn.Module, batch: Batch, logits: Tensor) -> float:
 
 
 def _copy_cache_policies(model: nn.Module, reloaded: nn.Module, run: Run) -> None:
-    """Copy the cache policies that transformers does not read from the checkpoint to `other`, which it loaded."""
+    """Copy the cache policies that transformers does not read from the checkpoint to `reloaded`, which it loaded."""
     names = [name for name in cache_policies(model) if not hasattr(reloaded.get_submodule(name), "quantization_scheme")]
     for name in names:
         copy_policy(model.get_submodule(name), reloaded.get_submodule(name))
@@ -229,7 +229,7 @@ def _compressed_layers(model: nn.Module) -> list[CompressedLinear]:
 
 
 def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
-    """The reason why the memory is too small for transformers, which dequantizes all weights; None if it fits."""
+    """Return why the memory is too small for transformers, which dequantizes all weights; None if it fits."""
     layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
     inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
     dense_sizes = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
@@ -262,7 +262,7 @@ def _transformers_model(
 
 
 def _compare(reader: str, logits: Tensor, reference: Tensor, folder: Path, tolerance: float, effect: float) -> float:
-    """The largest absolute difference of logits.
+    """Return the largest absolute difference of logits.
 
     Raises VerificationError when it exceeds the tolerance, relative to the largest logit, and twice the effect of
     activation quantization.

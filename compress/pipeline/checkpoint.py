@@ -122,13 +122,17 @@ class Manifest:
         move_staged(self.folder, sizes)
 
 
-def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, str] | None = None) -> Manifest:
-    """The manifest of an output folder: a new one, or the one of an earlier start of the same run.
+def open_folder(folder: Path, fingerprint: str, overwrite: bool, code: Mapping[str, str] | None = None) -> Manifest:
+    """Return the manifest of an output folder: a new one, or the one of an earlier start of the same run.
 
-    wanted: the fingerprint of the run. code: the digests of its code; if they differ, the error says which.
+    Args:
+        fingerprint: The fingerprint of the run.
+        overwrite: Whether to replace another run in the folder.
+        code: The digests of the run's code; if they differ, the error says which.
 
-    Raises OutputError when the folder cannot be created, when it contains files of no run, and when it contains another
-    run and `overwrite` is false, or files of that run cannot be told from the user's (`listed_files`, `remove_files`).
+    Raises:
+        OutputError: The folder cannot be created or contains files of no run, or it contains another run and
+            `overwrite` is false or its files cannot be told from the user's (`listed_files`, `remove_files`).
     """
     path = folder / WORK / MANIFEST
     check_folder(folder)
@@ -137,14 +141,14 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
         nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or no block is finished
     except OSError as error:
         raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another --out") from error
-    found = _read(path, folder) if path.exists() else None
-    new = Manifest(folder, wanted, code=dict(code or {}))
-    if found is not None and found.fingerprint == wanted:
-        return found
-    if nothing and found is None:
+    manifest = _read(path, folder) if path.exists() else None
+    new = Manifest(folder, fingerprint, code=dict(code or {}))
+    if manifest is not None and manifest.fingerprint == fingerprint:
+        return manifest
+    if nothing and manifest is None:
         return new
     if not overwrite:
-        changed = changed_code(found.code, new.code) if found is not None else None
+        changed = changed_code(manifest.code, new.code) if manifest is not None else None
         reason = changed or "its recipe, model, calibration text or version differs"
         raise OutputError(
             f"{folder}: contains another run ({reason}); choose another --out, or pass --overwrite to replace it"
@@ -223,7 +227,7 @@ class Shards:
         reached = manifest.reached
         if reached is not None and reached.is_intact(self._folder(reached.segment)):
             at = reached.segment + 1
-            self._resume_from(reached, segments[at].first)
+            self._resume_from(reached, segments[at].first_step)
         elif len(segments) > 1 or not segments[0].swept:
             for block in self.opened.blocks:
                 self.opened.bring(block)
@@ -241,8 +245,8 @@ class Shards:
             entry = self.manifest.shards.get(block.name)
             targets = {name for _, _, names in self.steps for name in names}
             folder = self.manifest.folder
-            where = run.format, opened.dtype, opened.device
-            if entry is None or not restore_block(block, entry, folder, targets, *where):
+            settings = run.format, opened.dtype, opened.device
+            if entry is None or not restore_block(block, entry, folder, targets, *settings):
                 return False
         else:
             entry = self._begun.parts.get(block.name)
@@ -257,15 +261,15 @@ class Shards:
         """Write a finished block, then notify the journal's listeners."""
         if not self.first:
             return
-        journal, made = self.run.journal, [asdict(result) for result in results]
+        journal, records = self.run.journal, [asdict(result) for result in results]
         with self.run.phase("save"):
             notes = [asdict(entry) for entry in journal.entries[self._noted :]]
             entry = (self._writer if segment.last else self._snapshot_writer(segment)).add(block)
-            entry.results, entry.journal = made, notes
+            entry.results, entry.journal = records, notes
             if segment.last:
-                entry.results = self._earlier.pop(block.name, []) + made
+                entry.results = self._earlier.pop(block.name, []) + records
             else:
-                self._earlier.setdefault(block.name, []).extend(made)
+                self._earlier.setdefault(block.name, []).extend(records)
             self._noted = len(journal.entries)
             self._write()
         figures = {"block": block.index, "blocks": len(self.opened.blocks), "segment": segment.index}
@@ -291,18 +295,18 @@ class Shards:
             shutil.rmtree(self._folder(segment.index - 1), ignore_errors=True)
             self.run.journal.add("segment", "save", label, segment=segment.index, segments=segment.count)
 
-    def _begin(self, index: int, last: bool) -> None:
+    def _begin(self, index: int, is_last: bool) -> None:
         """Begin a segment. Its journal entries are stored per block; the last segment also stores earlier entries."""
-        known = self.manifest.begun
-        self._begun = known if known is not None and known.segment == index else Snapshot(index)
-        self.manifest.begun = None if last else self._begun
-        self._noted = self._began if last else len(self.run.journal.entries)
+        begun = self.manifest.begun
+        self._begun = begun if begun is not None and begun.segment == index else Snapshot(index)
+        self.manifest.begun = None if is_last else self._begun
+        self._noted = self._began if is_last else len(self.run.journal.entries)
 
-    def _resume_from(self, reached: Snapshot, first: int) -> None:
-        """Restore the model from a snapshot. first: the number of the first pass after it."""
+    def _resume_from(self, reached: Snapshot, first_step: int) -> None:
+        """Restore the model from a snapshot. first_step: the number of the first pass after it."""
         with self.run.phase("restore"):
             if read_snapshot(reached, self._folder(reached.segment), self.opened):
-                update_targets(self.steps, self.opened, self.run.format, first)
+                update_targets(self.steps, self.opened, self.run.format, first_step)
         self._earlier = {name: list(results) for name, results in reached.results.items()}
         self.run.training.update(self.manifest.training)
         self.run.journal.entries += [JournalEntry(**values) for values in reached.journal]

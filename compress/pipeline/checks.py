@@ -26,10 +26,10 @@ Check = Callable[[ResolvedRecipe, ModelFacts], Sequence[str]]
 
 def check_cache(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
     """Raise TargetError for a cache policy that the one file of a format cannot state."""
-    for where, step, _ in resolved.steps:
+    for label, step, _ in resolved.steps:
         if step.effects(ANY_LAYER).cache is not None and resolved.format.file is not None:
             reason = f"format {resolved.format.name} cannot state a cache policy"
-            raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
+            raise TargetError(f"{label}: {reason}; its readers have options for this; remove the pass")
     return ()
 
 
@@ -41,7 +41,7 @@ def check_end_types(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, .
     for end in find_ends(resolved.opened.model):
         option = options.get(f"{end.name}.weight")
         value = "auto" if option is None else getattr(resolved.recipe.save, option)
-        by = next((where for where, _, names in resolved.steps if end.name in names), None)
+        by = next((label for label, _, names in resolved.steps if end.name in names), None)
         if value != "auto" and by is not None:
             raise TargetError(
                 f"save: {option}: {value} has no effect, since {by} compresses {end.name}; leave it out, or remove "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,10 @@ def export(
             f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
         )
     plan = _Plan(form, requantize, model, layers, next(model.parameters()).dtype)
-    found = plan.convert() + _rounded_ends(model, tokenizer, form)
+    exported = plan.convert() + _rounded_ends(model, tokenizer, form)
     save(model, out, format, tokenizer, dtype)
-    write_export_card(Path(out), str(folder), format, [(e.name, e.before, e.after, e.count, e.error) for e in found])
-    return found
+    write_export_card(Path(out), str(folder), format, [(e.name, e.before, e.after, e.count, e.error) for e in exported])
+    return exported
 
 
 @dataclass
@@ -108,12 +108,12 @@ class _Plan:
         for name, layer in self.layers.items():
             self._convert(name, layer, targets[name])
         return [
-            Exported(name, before, after, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
-            for (name, before, after), error in self.errors.items()
+            Exported(name, old_scheme, new_scheme, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
+            for (name, old_scheme, new_scheme), error in self.errors.items()
         ]
 
     def _targets(self) -> dict[str, LayerScheme]:
-        """The scheme of every layer in the new format. Raises TargetError."""
+        """Return the scheme of every layer in the new format. Raises TargetError."""
         schemes = {name: layer.scheme for name, layer in self.layers.items()}
         schemes |= {name: fine for name, scheme in schemes.items() if (fine := self._split(scheme)) is not None}
         refused = {name: reason for name, scheme in schemes.items() if (reason := self._refuses(scheme)) is not None}
@@ -121,12 +121,12 @@ class _Plan:
         if not refused and clash is None:
             return schemes
         if not self.requantize:
-            where = "" if not refused else f"{next(iter(refused))}: "
+            prefix = "" if not refused else f"{next(iter(refused))}: "
             reason = clash or next(iter(refused.values()))
-            raise TargetError(f"export: {where}{reason}. {self._lossless(schemes)}")
+            raise TargetError(f"export: {prefix}{reason}. {self._lossless(schemes)}")
         nearest = {name: self._nearest(schemes[name]) if name in refused else schemes[name] for name in schemes}
         if self._clash(nearest) is not None:
-            nearest = self._one_for_all(list(schemes.values()), schemes)
+            nearest = self._one_for_all(schemes)
         return nearest
 
     def _refuses(self, scheme: LayerScheme) -> str | None:
@@ -134,38 +134,42 @@ class _Plan:
         return self.form.refuses(scheme)
 
     def _split(self, scheme: LayerScheme) -> LayerScheme | None:
-        """The same codes in the largest smaller groups that the format stores; None if there are none, or no need."""
+        """Return the codes in the largest smaller groups that the format stores; None if there are none, or no need."""
         codes = scheme.codes
         if codes is None or self._refuses(scheme) is None or codes.grid.scaling.stored is not None:
             return None
         width = scheme.shape[1]
-        whole = codes.group_size if isinstance(codes.group_size, int) else width
-        finer = (replace(codes, group_size=n) for n in sorted(SIZES, reverse=True) if n < whole and whole % n == 0)
-        found = (scheme.with_parts(each) for each in finer)
-        return None if codes.indexed else next((new for new in found if self._refuses(new) is None), None)
+        current_size = codes.group_size if isinstance(codes.group_size, int) else width
+        finer = (
+            replace(codes, group_size=n)
+            for n in sorted(SIZES, reverse=True)
+            if n < current_size and current_size % n == 0
+        )
+        candidates = (scheme.with_parts(smaller) for smaller in finer)
+        return None if codes.indexed else next((new for new in candidates if self._refuses(new) is None), None)
 
     def _clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
         adapted = {name: self.form.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
         return self.form.clash({name: scheme for name, scheme in adapted.items() if scheme is not None})
 
     def _lossless(self, schemes: Mapping[str, LayerScheme]) -> str:
-        """The formats that store all layers as they are."""
+        """Return the formats that store all layers as they are."""
         able = []
-        for name, other in FORMATS.items():
-            plan = replace(self, form=other)
+        for name, format_ in FORMATS.items():
+            plan = replace(self, form=format_)
             stored = {name: plan._split(scheme) or scheme for name, scheme in schemes.items()}
-            if not any(other.refuses(scheme) for scheme in stored.values()) and plan._clash(stored) is None:
+            if not any(format_.refuses(scheme) for scheme in stored.values()) and plan._clash(stored) is None:
                 able.append(name)
         return f"Lossless formats: {', '.join(able)}. To round the weights again, add --requantize"
 
     def _candidates(self, scheme: LayerScheme) -> list[LayerScheme]:
-        """Schemes of one part of codes that the format stores, the nearest to a layer's own first."""
+        """Return schemes of one part of codes that the format stores, the nearest to a layer's own first."""
         old = scheme.all_codes[0] if scheme.all_codes else CodesScheme(GRIDS["int4"], 32)
         rounded: list[tuple[RoundingScheme, ...]] = [() if scheme.rounding is None else (scheme.rounding,), ()]
         rounded.append((RoundingScheme(GRIDS["int8"], "token", OUTLIER),))
-        own = [LayerScheme(scheme.shape, scheme.parts, inputs) for inputs in rounded]
-        found: list[tuple[tuple[float, ...], int, LayerScheme]] = [
-            ((-1.0,), i, new) for i, new in enumerate(own) if self.form.refuses(new) is None
+        own_schemes = [LayerScheme(scheme.shape, scheme.parts, inputs) for inputs in rounded]
+        candidates: list[tuple[tuple[float, ...], int, LayerScheme]] = [
+            ((-1.0,), i, new) for i, new in enumerate(own_schemes) if self.form.refuses(new) is None
         ]
         for grid in GRIDS.values():
             for size in (grid.group_size,) if grid.group_size else (*SIZES, "channel"):
@@ -175,25 +179,25 @@ class _Plan:
                     for inputs in rounded:
                         new = LayerScheme(scheme.shape, (CodesScheme(grid, size, symmetric),), inputs)
                         if self.form.refuses(new) is None:
-                            found.append((_distance(old, new, scheme), len(found), new))
-        return [new for *_, new in sorted(found, key=lambda item: item[:2])]
+                            candidates.append((_distance(old, new, scheme), len(candidates), new))
+        return [new for *_, new in sorted(candidates, key=lambda item: item[:2])]
 
     def _nearest(self, scheme: LayerScheme) -> LayerScheme:
-        """The nearest scheme that the format stores. Raises TargetError."""
-        found = self._candidates(scheme)
-        if not found:
+        """Return the nearest scheme that the format stores. Raises TargetError."""
+        candidates = self._candidates(scheme)
+        if not candidates:
             raise TargetError(
                 f"export: format {self.form.name} stores no codes for layers of {scheme.shape[0]} x {scheme.shape[1]}; "
                 "use format: native, or dense"
             )
-        return found[0]
+        return candidates[0]
 
-    def _one_for_all(self, every: Sequence[LayerScheme], schemes: Mapping[str, LayerScheme]) -> dict[str, LayerScheme]:
-        """One target for all layers, for formats whose layers must agree. Raises TargetError."""
-        for new in self._candidates(every[0]):
-            found = {name: LayerScheme(old.shape, new.parts, new.transforms) for name, old in schemes.items()}
-            if not any(self.form.refuses(scheme) for scheme in found.values()) and self._clash(found) is None:
-                return found
+    def _one_for_all(self, schemes: Mapping[str, LayerScheme]) -> dict[str, LayerScheme]:
+        """Return one target for all layers, for formats whose layers must agree. Raises TargetError."""
+        for new in self._candidates(next(iter(schemes.values()))):
+            targets = {name: LayerScheme(old.shape, new.parts, new.transforms) for name, old in schemes.items()}
+            if not any(self.form.refuses(scheme) for scheme in targets.values()) and self._clash(targets) is None:
+                return targets
         raise TargetError(f"export: no scheme of format {self.form.name} fits all layers; use format: native, or dense")
 
     def _convert(self, name: str, layer: CompressedLinear, target: LayerScheme) -> None:
@@ -202,7 +206,7 @@ class _Plan:
         split = target == self._split(scheme)
         if target.parts != scheme.parts and not split:
             layer.absorb_inputs()
-        before = layer.weight_as(torch.float32)
+        original_weight = layer.weight_as(torch.float32)
         if split:
             layer.put(_in_groups(layer.codes, target), layer.mask)
             self._check_scales(name, layer)
@@ -210,13 +214,13 @@ class _Plan:
             _requantize(layer, target, self.form.scales_in(self.storage))
         elif self.form.adapt(scheme) is not None:
             self._check_scales(name, layer)
-        after = layer.weight_as(torch.float32)
+        new_weight = layer.weight_as(torch.float32)
         stored = self.form.adapt(layer.scheme)
         text = "dense" if stored is None else stored.text
         kind = kind_of(name), scheme.text, text
         error = self.errors.setdefault(kind, _Error())
-        error.difference += float((after - before).double().square().sum())
-        error.norm += float(before.double().square().sum())
+        error.difference += float((new_weight - original_weight).double().square().sum())
+        error.norm += float(original_weight.double().square().sum())
         error.count += 1
 
     def _check_scales(self, name: str, layer: CompressedLinear) -> None:
@@ -241,9 +245,9 @@ class _Plan:
 
 
 def _distance(old: CodesScheme, new: LayerScheme, scheme: LayerScheme) -> tuple[float, ...]:
-    """How far a scheme is from a layer's own: bits, grid, the kind of grid, group size, zero points and inputs."""
+    """Return how far a scheme is from a layer's: bits, grid, kind of grid, group size, zero points and inputs."""
     codes, width = new.all_codes[0], scheme.shape[1]
-    sizes = [each if isinstance(each, int) else width for each in (old.group_size, codes.group_size)]
+    sizes = [size if isinstance(size, int) else width for size in (old.group_size, codes.group_size)]
     bits = codes.grid.bits - old.grid.bits
     return (
         abs(bits) + (0.5 if bits < 0 else 0),
@@ -274,40 +278,40 @@ def _requantize(layer: CompressedLinear, target: LayerScheme, dtype: torch.dtype
 
 
 def _in_groups(part: CodesPart | None, target: LayerScheme) -> CodesPart:
-    """The same codes in the smaller groups of a scheme, which share the scales and zero points of the larger ones."""
+    """Return the codes in the smaller groups of a scheme, which share scales and zero points of the larger ones."""
     assert part is not None and target.codes is not None, "only codes are split"
     codes, size = part.codes(), target.codes.group_size
     assert isinstance(size, int), "smaller groups have a size"
     count = groups_in(part.shape[1], size)
-    first = torch.arange(count, device=codes.scale.device) * size
+    starts = torch.arange(count, device=codes.scale.device) * size
 
-    def every(per_group: Tensor) -> Tensor:
-        whole = codes.group_size if isinstance(codes.group_size, int) else part.shape[1]
-        return per_group[:, first // whole].expand(part.shape[0], -1).contiguous()
+    def regrouped(per_group: Tensor) -> Tensor:
+        old_size = codes.group_size if isinstance(codes.group_size, int) else part.shape[1]
+        return per_group[:, starts // old_size].expand(part.shape[0], -1).contiguous()
 
-    zero = None if codes.zero is None else every(codes.zero)
-    return CodesPart.of(replace(codes, scale=every(codes.scale), zero=zero, group_size=size))
+    zero = None if codes.zero is None else regrouped(codes.zero)
+    return CodesPart.of(replace(codes, scale=regrouped(codes.scale), zero=zero, group_size=size))
 
 
 def _rounded_ends(model: PreTrainedModel, tokenizer: Any, form: Format) -> list[Exported]:
-    """A line for each dense embedding and head that the format rounds."""
-    first, found = next(model.parameters()), []
+    """Return a line for each dense embedding and head that the format rounds."""
+    parameter, exported = next(model.parameters()), []
     opened = OpenModel.in_memory(model, tokenizer)
-    for name, part in quantized_embeddings(opened, Run(first.device, first.dtype, format=form)).items():
+    for name, part in quantized_embeddings(opened, Run(parameter.device, parameter.dtype, format=form)).items():
         weight = model.get_parameter(name).detach().double()
         error = float((part.dense(torch.float32).double() - weight).norm() / weight.norm().clamp(min=1e-30))
-        found.append(Exported(name.removesuffix(".weight"), "dense", part.scheme.text, 1, error))
-    return found
+        exported.append(Exported(name.removesuffix(".weight"), "dense", part.scheme.text, 1, error))
+    return exported
 
 
 def _rounded_again(part: CodesPart, stored: CodesPart) -> CodesPart:
-    """The codes of the same weight for the scales of `stored`."""
+    """Return the codes of the same weight for the scales of `stored`."""
     width, codes = part.shape[1], stored.codes()
 
-    def every(per_group: Tensor) -> Tensor:
+    def per_column(per_group: Tensor) -> Tensor:
         return spread(per_group.float(), width, part.group_size, codes.group_index)
 
-    zero = None if codes.zero is None else every(codes.zero)
-    found = part.grid.encode(part.dense(torch.float32), every(codes.scale), zero)
-    codes = replace(codes, codes=store(found, part.grid))
+    zero = None if codes.zero is None else per_column(codes.zero)
+    new_codes = part.grid.encode(part.dense(torch.float32), per_column(codes.scale), zero)
+    codes = replace(codes, codes=store(new_codes, part.grid))
     return CodesPart.of(codes)

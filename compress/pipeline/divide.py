@@ -38,25 +38,25 @@ def check_divided(steps: Sequence[Step], examples: Examples, batch: int, process
             f"sequences: {size} or more, or launch {count}"
         )
     least = min(len(part) for _, part in _batches(examples, batch))
-    for where, step, _ in steps:
+    for label, step, _ in steps:
         if step.requires.batches and least < size:
             remedy = f"use calibration.batch: {size} or more that divides the {count} sequences"
             if len(examples.by_shape()) > 1:  # a batch has transcripts of one length
                 remedy = "use a shorter calibration.length, to which more transcripts are cut"
             raise CalibrationError(
-                f"{where}: learns in steps of one calibration batch, and the {size} processes of the launcher need a "
+                f"{label}: learns in steps of one calibration batch, and the {size} processes of the launcher need a "
                 f"sequence of each, but one has {least}; {remedy}, or launch fewer processes"
             )
 
 
-def check_same_inputs(seen: Mapping[str, str], processes: Processes) -> None:
-    """Raise UserError unless all processes see the same. seen: digests of the inputs of the run, by what they are."""
-    first, *others = processes.gather((socket.gethostname(), dict(seen)))
-    for rank, (host, found) in enumerate(others, 1):
-        different = [name for name, digest in found.items() if first[1][name] != digest]
+def check_same_inputs(digests: Mapping[str, str], processes: Processes) -> None:
+    """Raise UserError unless all processes see the same. digests: of the inputs of the run, by what they are."""
+    reference, *replies = processes.gather((socket.gethostname(), dict(digests)))
+    for rank, (host, rank_digests) in enumerate(replies, 1):
+        different = [name for name, digest in rank_digests.items() if reference[1][name] != digest]
         if different:
             raise UserError(
-                f"launcher: process {rank} on {host} does not see what process 0 on {first[0]} sees: the "
+                f"launcher: process {rank} on {host} does not see what process 0 on {reference[0]} sees: the "
                 f"{' and the '.join(different)} differ; start all processes with the same files, and with an --out on "
                 "a file system that they share"
             )

@@ -11,39 +11,39 @@ from compress.passes.contract.observers import Nothing
 from compress.passes.contract.passes import LayerPass, Pass
 
 
-def check_ends(step: Pass, ends: Sequence[End], where: str) -> None:
+def check_ends(step: Pass, ends: Sequence[End], label: str) -> None:
     """Raise TargetError if a pass cannot work on one of the ends that its targets name."""
     for end in ends:
         reason = _inside_only(step) or (None if end.embedding is None else _unfit_for_ids(step, end))
         if reason is not None:
             raise TargetError(
-                f"{where}: {reason}; remove {' and '.join(end.names)} from its targets, and use another pass"
+                f"{label}: {reason}; remove {' and '.join(end.names)} from its targets, and use another pass"
             )
 
 
 def _inside_only(step: Pass) -> str | None:
-    """Why a pass works on the linears inside the blocks only; None if it also works on ends."""
+    """Return why a pass works on the linears inside the blocks only; None if it also works on ends."""
     needs, effects = step.requires, step.effects(ANY_LAYER)
-    here = "the linears inside the blocks, not on the output head or the embedding"
+    scope = "the linears inside the blocks, not on the output head or the embedding"
     if not isinstance(step, LayerPass) or "quantized" not in effects.facts or needs.new_shape:
-        return f"it works on {here}, which only passes that quantize one layer at a time take"
+        return f"it works on {scope}, which only passes that quantize one layer at a time take"
     if effects.sparsities:
-        return f"it prunes {here}"
+        return f"it prunes {scope}"
     if step.survey() is not None:
-        return f"it divides a budget among {here}"
+        return f"it divides a budget among {scope}"
     if needs.reference or needs.original or needs.unquantized:
-        return f"it compares a layer with the uncompressed one, on {here}"
+        return f"it compares a layer with the uncompressed one, on {scope}"
     return None
 
 
 def _unfit_for_ids(step: Pass, end: End) -> str | None:
-    """Why a pass cannot work on an embedding, whose inputs are token ids; None if it can."""
+    """Return why a pass cannot work on an embedding, whose inputs are token ids; None if it can."""
     assert isinstance(step, LayerPass)
-    own = step.for_layer(end.name) or step
-    assert isinstance(own, LayerPass)
+    layer_step = step.for_layer(end.name) or step
+    assert isinstance(layer_step, LayerPass)
     tied = f"{end.embedding} is tied to {end.head}, and the" if end.head else "the"
-    if own.observer is not Nothing or own.requires.layer_observer is not None:
+    if layer_step.observer is not Nothing or layer_step.requires.layer_observer is not None:
         return f"it calibrates on the inputs of a layer, but {tied} inputs of {end.embedding} are token ids"
-    if own.effects(ANY_LAYER).scheme.rounding is not None and end.head is None:
+    if layer_step.effects(ANY_LAYER).scheme.rounding is not None and end.head is None:
         return f"it rounds the inputs of a layer, but the inputs of {end.embedding} are token ids"
     return None

@@ -33,12 +33,12 @@ from compress.sweep.sweep import Sweep
 class Segment:
     """Segment `index` of `count`: the passes of one sweep, or one pass over the whole model.
 
-    first: the number of its first pass in the recipe.
+    first_step: the number of its first pass in the recipe.
     """
 
     index: int
     count: int
-    first: int
+    first_step: int
     steps: tuple[Any, ...]
 
     @property
@@ -126,10 +126,10 @@ def engine(resolved: ResolvedRecipe, batches: Sequence[Batch], probe: Batch, run
 
 def _apply_model_pass(segment: Segment, steps: Sequence[Step], opened: OpenModel, run: Run) -> None:
     """Apply a pass over the whole model; after a change of shape, update the linears of later passes."""
-    ((where, step, _),) = segment.steps
-    with run.phase(where):
-        step.apply(opened.model, replace(run.at(where), processes=ALONE))  # training divides its steps by itself
+    ((label, step, _),) = segment.steps
+    with run.phase(label):
+        step.apply(opened.model, replace(run.at(label), processes=ALONE))  # training divides its steps by itself
         if step.requires.new_shape:
             opened.blocks = find_blocks(opened.model)
-            update_targets(steps, opened, run.format, segment.first + 1)
+            update_targets(steps, opened, run.format, segment.first_step + 1)
         round_to_storage(opened.model, run)

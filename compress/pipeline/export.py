@@ -58,7 +58,7 @@ def save(
     the format cannot store, SaveError if writing fails, VerificationError if a layer reads back differently.
     """
     _check(format, dtype, sparse)
-    first = next(model.parameters())
+    parameter = next(model.parameters())
     target = FORMATS[format].configured(embedding, head)
     storage = storage_of(model) if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel.in_memory(model, tokenizer)
@@ -67,7 +67,7 @@ def save(
     _check_outside(opened)
     if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
-    run = Run(first.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
+    run = Run(parameter.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
     with _new_folder(Path(folder)) as part:
         codec = FormatCodec(run.format, storage, run.sparse)
         writer = CheckpointWriter(opened, codec, part, part)
@@ -76,7 +76,7 @@ def save(
         for name in writer.close(run.format, _outside_to_write(opened, run), storage):
             (part / name).unlink()
         digests = {name: digest for entry in writer.shards.values() for name, digest in entry.digests.items()}
-        _verify(part, digests, dtype_name(first.dtype), first.device, Path(folder))
+        _verify(part, digests, dtype_name(parameter.dtype), parameter.device, Path(folder))
     return Path(folder)
 
 

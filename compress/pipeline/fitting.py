@@ -49,7 +49,7 @@ def unlimited(footprint: Footprint) -> Fit:
 
 
 def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
-    """The largest activation stores and calibration batches with which the run stays within a limit.
+    """Return the largest activation stores and calibration batches with which the run stays within a limit.
 
     memory_bytes: of the whole process, `LIBRARIES_BYTES` for libraries included. Smaller stores change no sum; a
     smaller batch adds the same sums in another order, so the batch changes last, and is the recipe's from then on.
@@ -57,33 +57,33 @@ def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
     """
     limit = memory_bytes - LIBRARIES_BYTES
     footprint = replace(footprint, copies_bytes=copies_limit(max(0, limit)))
-    asked = footprint.recipe.calibration.batch
+    recipe_batch = footprint.recipe.calibration.batch
     for batch in _batches(footprint):
-        now = with_calibration(footprint, batch=batch)
-        for store in _stores(now):
-            found = unlimited(replace(now, store_bytes=store))
-            if found.peak_bytes <= limit:
-                return replace(found, notes=tuple(_notes(found, now, asked, memory_bytes)))
+        resized = with_calibration(footprint, batch=batch)
+        for store in _stores(resized):
+            fit = unlimited(replace(resized, store_bytes=store))
+            if fit.peak_bytes <= limit:
+                return replace(fit, notes=tuple(_notes(fit, resized, recipe_batch, memory_bytes)))
     least = with_calibration(footprint, batch=_batches(footprint)[-1])
     least = replace(least, store_bytes=_stores(least)[-1])
-    left = max(0, limit) / MB
+    free_mb = max(0, limit) / MB
     raise ShortageError(
-        f"memory: {_what(least)}; {left:.0f} MB are left of {memory_bytes / MB:.0f} MB after "
+        f"memory: {_what(least)}; {free_mb:.0f} MB are left of {memory_bytes / MB:.0f} MB after "
         f"{LIBRARIES_BYTES / MB:.0f} MB for libraries; {_remedies(least, limit)}"
     )
 
 
 def check_available(footprint: Footprint, available_bytes: int) -> Fit:
-    """The run as its recipe asks; its stores are smaller where the machine has less memory than they may take.
+    """Return the run as its recipe asks; its stores are smaller where the machine has less memory than they may take.
 
     Raises ShortageError as `fitted` does where the memory is too small all the same.
     """
     footprint = replace(footprint, copies_bytes=copies_limit(available_bytes))
     for store in _stores(footprint):
-        found = unlimited(replace(footprint, store_bytes=store))
-        if found.peak_bytes <= available_bytes:
+        fit = unlimited(replace(footprint, store_bytes=store))
+        if fit.peak_bytes <= available_bytes:
             batch = footprint.recipe.calibration.batch
-            return replace(found, notes=tuple(_notes(found, footprint, batch, available_bytes)))
+            return replace(fit, notes=tuple(_notes(fit, footprint, batch, available_bytes)))
     least = replace(footprint, store_bytes=_stores(footprint)[-1])
     raise ShortageError(
         f"memory: {_what(least)}; {available_bytes / MB:.0f} MB are available to this process; "
@@ -109,43 +109,43 @@ def separate_large_tensors() -> None:
 
 def check_verification(recipe: Recipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:
     """Raise ShortageError if transformers, which reads the checkpoint back whole, needs more than a limit."""
-    needed, left = dense_bytes + checkpoint_bytes, max(0, limit_bytes)
+    needed, free_bytes = dense_bytes + checkpoint_bytes, max(0, limit_bytes)
     if not_asked(recipe) is None and needed > limit_bytes:
         raise ShortageError(
             f"memory: verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "
-            f"checkpoint {checkpoint_bytes / MB:.0f} MB), {left / MB:.0f} MB are left; {OWN}"
+            f"checkpoint {checkpoint_bytes / MB:.0f} MB), {free_bytes / MB:.0f} MB are left; {OWN}"
         )
 
 
 def _batches(footprint: Footprint) -> list[int]:
-    """The batch of the recipe, and halves of it down to one; passes that learn in steps of one batch keep it."""
+    """Return the batch of the recipe, and halves of it down to one; passes that learn in steps of one batch keep it."""
     batch = footprint.recipe.calibration.batch
-    found = [batch]
+    sizes = [batch]
     if not any(step.requires.batches for _, step, _ in footprint.steps):
-        while found[-1] > 1:
-            found.append(found[-1] // 2)
-    return found
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] // 2)
+    return sizes
 
 
 def _stores(footprint: Footprint) -> list[int]:
-    """Limits of a store: that of the footprint, then halves of what the activations take, then none."""
-    found, size = [footprint.store_bytes], min(footprint.store_bytes, footprint.states_bytes) // 2
+    """Return limits of a store: that of the footprint, then halves of what the activations take, then none."""
+    limits, size = [footprint.store_bytes], min(footprint.store_bytes, footprint.states_bytes) // 2
     while size > SMALLEST_STORE:
-        found.append(size)
+        limits.append(size)
         size //= 2
-    return [*found, 0]
+    return [*limits, 0]
 
 
-def _notes(found: Fit, footprint: Footprint, asked: int, memory_bytes: int) -> Iterator[str]:
-    """What is done to stay within the limit."""
+def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int) -> Iterator[str]:
+    """Yield what is done to stay within the limit."""
     limit = f"to stay within {memory_bytes / MB:.0f} MB"
-    if found.store_bytes < min(STORE_BYTES, footprint.states_bytes):
-        yield f"{limit}, activations between blocks beyond {found.store_bytes / MB:.0f} MB are stored in files"
-    if footprint.copied_bytes > found.copies_bytes:
+    if fit.store_bytes < min(STORE_BYTES, footprint.states_bytes):
+        yield f"{limit}, activations between blocks beyond {fit.store_bytes / MB:.0f} MB are stored in files"
+    if footprint.copied_bytes > fit.copies_bytes:
         yield f"{limit}, kernels copy the weights of a block again in each of its forward passes of the evaluation"
-    if found.batch < asked:
+    if fit.batch < recipe_batch:
         yield (
-            f"{limit}, calibration.batch is {found.batch} instead of {asked}: the same sums are added in another "
+            f"{limit}, calibration.batch is {fit.batch} instead of {recipe_batch}: the same sums are added in another "
             "order, so some codes may differ; recipe.yaml of the checkpoint states it"
         )
 
@@ -157,17 +157,17 @@ def _what(footprint: Footprint) -> str:
 
 
 def _remedies(footprint: Footprint, limit: int) -> str:
-    """What makes the run fit: each change alone, as far as one is enough; otherwise the memory that it needs."""
-    found = [*_shorter(footprint, limit), *_other_passes(footprint, limit)]
-    whole = footprint.peak_bytes() + LIBRARIES_BYTES
-    return f"it fits with {', or '.join([*found, f'{whole / MB:.0f} MB of memory'])}"
+    """Return what makes the run fit: each change alone, as far as one is enough; otherwise the memory that it needs."""
+    remedies = [*_shorter(footprint, limit), *_other_passes(footprint, limit)]
+    needed_bytes = footprint.peak_bytes() + LIBRARIES_BYTES
+    return f"it fits with {', or '.join([*remedies, f'{needed_bytes / MB:.0f} MB of memory'])}"
 
 
 def _shorter(footprint: Footprint, limit: int) -> Iterator[str]:
-    """Smaller values of the calibration and of the evaluation."""
-    asked = footprint.recipe.calibration
-    sequences, length = extent(asked, asked.sequences, asked.length)
-    for name, value in (("batch", asked.batch), ("sequences", sequences), ("length", length)):
+    """Yield smaller values of the calibration and of the evaluation."""
+    calibration = footprint.recipe.calibration
+    sequences, length = extent(calibration, calibration.sequences, calibration.length)
+    for name, value in (("batch", calibration.batch), ("sequences", sequences), ("length", length)):
         tried = value // 2
         while tried >= (1 if name != "length" else 16):
             if _fits(with_calibration(footprint, **{name: tried}), limit):
@@ -175,8 +175,8 @@ def _shorter(footprint: Footprint, limit: int) -> Iterator[str]:
                 break
             tried //= 2
     most = max(footprint.needs(), key=lambda need: need.size_bytes)
-    others = [need.size_bytes for need in footprint.needs() if need.where != EVALUATION]
-    if most.where == EVALUATION and max(others) <= limit:
+    sizes = [need.size_bytes for need in footprint.needs() if need.where != EVALUATION]
+    if most.where == EVALUATION and max(sizes) <= limit:
         yield "a smaller eval.length, or eval: null"
 
 

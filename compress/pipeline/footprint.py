@@ -125,34 +125,34 @@ class Footprint:
         return max(need.size_bytes for need in self.needs())
 
     def needs(self) -> list[Need]:
-        """The memory of each part of the run: of each pass in the block where it takes most, and of the evaluation."""
-        whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
-        where = "tensors outside of the blocks"
+        """Return the memory of each pass, in the block where it takes most, and of the evaluation."""
+        has_model_pass = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
+        outside = "tensors outside of the blocks"
         rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
-        always, whole_ends = rows | {where: self.held(self._unmapped())}, rows | {where: self.held(self.outside)}
+        always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
-        found = [Need(EVALUATION, whole_ends | evaluated)]
-        if whole:
+        needs = [Need(EVALUATION, whole_ends | evaluated)]
+        if has_model_pass:
             always["all blocks"] = self._all_blocks()
         for i, (label, step, names) in enumerate(self.steps):
             survey = step.survey()
             if survey is not None and survey.whole:
-                every = {} if whole else {"all blocks": self._all_blocks()}
-                own = {"derivatives": survey.memory(self._size(i, names))}
-                found.append(Need(f"{label} survey", always | every | own))
+                blocks = {} if has_model_pass else {"all blocks": self._all_blocks()}
+                derivatives = {"derivatives": survey.memory(self._size(i, names))}
+                needs.append(Need(f"{label} survey", always | blocks | derivatives))
             if isinstance(step, ModelPass):
-                found.append(Need(label, always | {"the pass": self._pass_bytes(step, self._size(i, names))}))
+                needs.append(Need(label, always | {"the pass": self._pass_bytes(step, self._size(i, names))}))
                 continue
             for end in (end for end in self.ends if end.name in names):
                 size = ProblemSize.of_linear(self.shapes[end.name], self.itemsize)
                 parts = {"solution": step.memory(size), "compressed": self._compressed_bytes(i + 1, end.name)}
-                found.append(Need(f"{label} on {end.name}", always | parts))
+                needs.append(Need(f"{label} on {end.name}", always | parts))
         kinds = {self.block_key(block): block for block in self.opened.blocks}  # the last of each kind of equal blocks
         if not all(isinstance(step, ModelPass) for _, step, _ in self.steps):
             for block in kinds.values():
-                found += [Need(n.where, always | n.parts) for n in self._block_needs(block, whole)]
+                needs += [Need(n.where, always | n.parts) for n in self._block_needs(block, has_model_pass)]
         largest: dict[str, Need] = {}
-        for need in found:
+        for need in needs:
             key = need.where.partition(" on ")[0]
             if key not in largest or need.size_bytes > largest[key].size_bytes:
                 largest[key] = need
@@ -197,10 +197,10 @@ class Footprint:
         return {f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()}
 
     def _all_blocks(self) -> int:
-        """Bytes of all original blocks and of their compressed linears."""
+        """Return the bytes of all original blocks and of their compressed linears."""
         worked = [name for name in self.shapes if self._is_target(len(self.steps), name)]
-        every = {name: t for block in self.opened.blocks for name, t in self._tensors(block).items()}
-        return self.held(every) + sum(self._compressed_bytes(len(self.steps), name) for name in worked)
+        tensors = {name: t for block in self.opened.blocks for name, t in self._tensors(block).items()}
+        return self.held(tensors) + sum(self._compressed_bytes(len(self.steps), name) for name in worked)
 
     def _is_target(self, count: int, name: str) -> bool:
         """Whether one of the first `count` steps works on a linear."""
@@ -213,9 +213,9 @@ class Footprint:
         return scheme.size_bytes(self.opened.dtype) if scheme.quantized else rows * width * self.itemsize
 
     def _evaluation_bytes(self) -> int:
-        """Bytes during the evaluation: the logits of one text."""
-        asked = self.recipe.eval
-        length = extent(self.texts[0], None, asked.length)[1] if asked is not None and self.texts else 0
+        """Return the bytes during the evaluation: the logits of one text."""
+        settings = self.recipe.eval
+        length = extent(self.texts[0], None, settings.length)[1] if settings is not None and self.texts else 0
         return length * self.vocabulary * self.itemsize
 
     def _copies(self) -> int:
@@ -243,8 +243,8 @@ class Footprint:
 
     # Sweeps
 
-    def _block_needs(self, block: Block, whole: bool) -> list[Need]:
-        """The memory of each pass of the sweep of a block. whole: the weights of all blocks are already counted."""
+    def _block_needs(self, block: Block, has_all_blocks: bool) -> list[Need]:
+        """Return the memory of each pass in a block. has_all_blocks: the weights of all blocks are already counted."""
         sweeps = [(i, step, names) for i, (_, step, names) in enumerate(self.steps) if not isinstance(step, ModelPass)]
         parts = [(i, step, [n for n in names if self._inside(block, n)]) for i, step, names in sweeps]
         mine = [(i, step, names) for i, step, names in parts if names]
@@ -257,19 +257,19 @@ class Footprint:
             earlier = self.sequences * (self._read(block) - self.lengths[block.stack]) * self.hidden * self.itemsize
             around["outputs of the stack before"] = min(earlier, self.store_bytes) * (1 + compared)
         if any(step.requires.unquantized for _, step, _ in sweeps):
-            kept = [4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n)]
-            around["unquantized weights"] = sum(kept)
-        if not whole:
+            unquantized = [4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n)]
+            around["unquantized weights"] = sum(unquantized)
+        if not has_all_blocks:
             around["the block"] = self.held(self._tensors(block))
         forward = {"a forward pass": self.forward_bytes(self._per_batch(block))}
-        found = [Need(f"forward passes on {block.name}", around | forward)]
+        needs = [Need(f"forward passes on {block.name}", around | forward)]
         for i, step, names in mine:
-            own = around | self._parts_of(i, step, names, block)
-            if not whole:
+            pass_parts = around | self._parts_of(i, step, names, block)
+            if not has_all_blocks:
                 compressed = [self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n)]
-                own["the compressed block"] = sum(compressed)
-            found.append(Need(f"{self.steps[i][0]} on {block.name}", own))
-        return found
+                pass_parts["the compressed block"] = sum(compressed)
+            needs.append(Need(f"{self.steps[i][0]} on {block.name}", pass_parts))
+        return needs
 
     def _parts_of(self, index: int, step: Pass, names: Sequence[str], block: Block) -> dict[str, int]:
         """The memory of one pass in a block."""
@@ -287,15 +287,17 @@ class Footprint:
         return tokens * self.itemsize * (narrow * self.hidden + WIDE * self.widest)
 
     def _layer_pass_parts(self, step: LayerPass, names: Sequence[str], block: Block) -> dict[str, int]:
-        """Bytes of the statistics, and of either a forward pass or a solver.
+        """Return the bytes of the statistics, and of either a forward pass or a solver.
 
         In lockstep (`true_sequential`) all batches stop inside of the block, and also all batches of the uncompressed
         model if the pass compares with it. Their activations are in no store, so no limit applies to them.
         """
         groups = self._input_widths(names)
-        seen = sum(step.observer.memory_bytes(width) + Sample.memory_bytes(width, self.itemsize) for width in groups)
-        own = self.lengths[block.stack]
-        inside = own * (NARROW * self.hidden + self.widest) + (self._read(block) - own) * CROSS * self.hidden
+        statistics = sum(
+            step.observer.memory_bytes(width) + Sample.memory_bytes(width, self.itemsize) for width in groups
+        )
+        length = self.lengths[block.stack]
+        inside = length * (NARROW * self.hidden + self.widest) + (self._read(block) - length) * CROSS * self.hidden
         stopped = self.sequences * self.itemsize * inside
         reread = max(0, self._states_bytes(block) - self.store_bytes)  # read again from files
         times = step.true_sequential + step.requires.reference
@@ -303,15 +305,15 @@ class Footprint:
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
         forward = self.forward_bytes(self._per_batch(block), 0 if times else NARROW)  # NARROW is counted in `stopped`
         waiting = {"activations that wait inside of the block": times * (stopped + reread)} if times else {}
-        return {"statistics": seen, **waiting, "solution or forward pass": max(solver, forward)}
+        return {"statistics": statistics, **waiting, "solution or forward pass": max(solver, forward)}
 
     def _input_widths(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Widths of the input tensors of linears; linears of one module with equal widths count as one input."""
-        found = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
-        return tuple(sorted(width for _, width in found))
+        """Return the widths of input tensors; linears of one module with equal widths count as one input."""
+        inputs = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
+        return tuple(sorted(width for _, width in inputs))
 
     def _size(self, index: int, names: Sequence[str], block: Block | None = None) -> ProblemSize:
-        """The problem size of step `index` on these linears, in a block or in the whole model."""
+        """Return the problem size of step `index` on these linears, in a block or in the whole model."""
         weights = packed = scales = 0
         for name in names:
             rows, width = self.shapes[name]
@@ -326,12 +328,14 @@ class Footprint:
         within = {n: shape for n, shape in self.shapes.items() if block is None or self._inside(block, n)}
         sizes = [rows * width for rows, width in within.values()]
         around = self.outside if block is None else self._tensors(block)
-        held = () if block is None else tuple(f"{name}." for name in within)
-        others = [t for n, t in around.items() if not n.startswith(held) or n.removesuffix(".bias") + "." in held]
+        prefixes = () if block is None else tuple(f"{name}." for name in within)
+        dense = [
+            t for n, t in around.items() if not n.startswith(prefixes) or n.removesuffix(".bias") + "." in prefixes
+        ]
         return ProblemSize(
             weights,
             scales,
-            sum(t.numel() for t in others),
+            sum(t.numel() for t in dense),
             sum(rows + width for rows, width in within.values()),
             self.vocabulary if block is None else 0,
             self.length if block is None else self._per_batch(block),

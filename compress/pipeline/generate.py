@@ -13,7 +13,7 @@ from compress.models.kinds.kinds import answers_prompts, described, prompt_lengt
 def generate_text(
     source: str, prompt: str, tokens: int = 64, plain: bool = False, dtype: str = "auto", activations: str | None = None
 ) -> str:
-    """The greedy answer of a model to a prompt, at most `tokens` tokens.
+    """Return the greedy answer of a model to a prompt, at most `tokens` tokens.
 
     source: a compressed checkpoint, another local folder, a hub id or a .gguf file. plain: continue the prompt as it
     is; otherwise the prompt is put into the chat template of the tokenizer, if there is one. activations: as in `load`.
@@ -35,7 +35,7 @@ def generate_text(
     if inputs["input_ids"].shape[1] == 0:
         raise ModelError("prompt: is empty; write some text")
     run: Any = model.generate
-    made = run(
+    output = run(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=tokens,
@@ -45,4 +45,4 @@ def generate_text(
         top_k=None,
         pad_token_id=tokenizer.eos_token_id,
     )
-    return str(tokenizer.decode(made[0, prompt_length(model, inputs["input_ids"]) :], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0, prompt_length(model, inputs["input_ids"]) :], skip_special_tokens=True))

@@ -37,22 +37,22 @@ def locked(folder: Path, journal: Journal) -> Iterator[None]:
     check_folder(folder)
     path = folder / WORK / LOCK
     try:
-        made = [place for place in (path.parent, folder) if not place.exists()]
+        created = [place for place in (path.parent, folder) if not place.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _opened(path, folder, journal)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another --out") from error
     with file:
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         file.truncate(0)
-        file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": now}))
+        file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": started}))
         file.flush()
         try:
             yield
         finally:
             with suppress(OSError):  # Windows keeps files that are open
                 path.unlink()
-            for place in made:
+            for place in created:
                 with suppress(OSError):  # it holds the files of the run
                     place.rmdir()
 
@@ -88,9 +88,9 @@ def _take(file: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """The process that holds a lock, in words."""
+    """Return the process that holds a lock, in words."""
     try:
-        found = read_json(path)
-        return f"process {found['process']} on {found['host']}, since {found['since']},"
+        owner = read_json(path)
+        return f"process {owner['process']} on {owner['host']}, since {owner['since']},"
     except (ValueError, KeyError):
         return "another process"  # that has not written its name yet

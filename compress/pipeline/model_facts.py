@@ -54,13 +54,13 @@ def facts_of(resolved: ResolvedRecipe) -> ModelFacts:
     """Return the facts of the linears in the blocks, and of the ends that are compressed."""
     form, storage, format_ = resolved.form, resolved.storage, resolved.format
     starts, masks = schemes_of(form), form.weights.sparsities
-    steps = [(where, step, set(names)) for where, step, names in resolved.steps]
+    steps = [(label, step, set(names)) for label, step, names in resolved.steps]
     ends = [end.name for end in find_ends(form.model)]
     worked = {*form.linear_names(), *(n for n in ends if not starts[n].plain or any(n in names for *_, names in steps))}
     policy = resolved.recipe.save.sparse if format_.sparse else "off"
     facts: ModelFacts = {}
     for name in (name for name in layer_shapes(form) if name in worked):
-        mine = [(where, step) for where, step, names in steps if name in names]
+        mine = [(label, step) for label, step, names in steps if name in names]
         layer = mine, name, starts[name], storage
         scheme = planned_scheme(*layer, policy, masks.get(name, ()))
         stored = LayerScheme(scheme.shape) if format_.adapt(scheme) is None else scheme
@@ -69,7 +69,7 @@ def facts_of(resolved: ResolvedRecipe) -> ModelFacts:
         stays = most.transforms != scheme.transforms and format_.adapt(most) is not None
         transforms = format_.size_bytes(most, storage) - size if stays else None
         zeros = format_.size_bytes(planned_scheme(*layer, "off"), storage)
-        facts[name] = LayerFacts(tuple(where for where, _ in mine), scheme, size, zeros, transforms)
+        facts[name] = LayerFacts(tuple(label for label, _ in mine), scheme, size, zeros, transforms)
     return facts
 
 

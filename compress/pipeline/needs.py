@@ -24,30 +24,30 @@ def check_teachers(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ..
     """Compare each teacher with the model in the shape that it has before the pass."""
     recipe, steps, opened = resolved.recipe, resolved.steps, resolved.opened
     form = opened
-    last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.teacher), default=-1)
-    for where, step, _ in steps[: last + 1]:
+    last_teacher = max((i for i, (_, step, _) in enumerate(steps) if step.requires.teacher), default=-1)
+    for label, step, _ in steps[: last_teacher + 1]:
         source, teacher = step.requires.teacher, opened.model
         if isinstance(source, str):
             teacher = check_teacher(source, opened, recipe.trust_remote_code)
         elif source and (original := original_of(recipe.model)) != recipe.model:
-            teacher = _original(original, recipe, opened, where)
+            teacher = _original(original, recipe, opened, label)
         if not isinstance(step, ModelPass):
             continue
         if step.requires.paired_states:
-            _check_states(step, form.model, teacher, where)
+            _check_states(step, form.model, teacher, label)
         if step.requires.new_shape:
-            form = with_config(form, step.outcome(form.model, where))
+            form = with_config(form, step.outcome(form.model, label))
     return ()
 
 
-def _check_states(step: ModelPass, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
+def _check_states(step: ModelPass, model: PreTrainedModel, teacher: PreTrainedModel, label: str) -> None:
     """Raise ModelError if the hidden states of a model and its teacher cannot be compared."""
     widths = text_config(model.config).hidden_size, text_config(teacher.config).hidden_size
     blocks = len(find_blocks(model)), len(find_blocks(teacher))
     try:
         state_pairs(widths, blocks, step.requires.layer_map)
     except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
+        raise ModelError(f"{label}: {error}") from error
 
 
 def check_original(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
@@ -57,40 +57,40 @@ def check_original(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ..
     if label is None:
         return ()
     source, form = original_of(recipe.model), opened
-    before = steps[: [where for where, _, _ in steps].index(label)]
-    if source == recipe.model and not before:
+    earlier_steps = steps[: [step_label for step_label, _, _ in steps].index(label)]
+    if source == recipe.model and not earlier_steps:
         raise TargetError(
             f"{label}: it compares blocks before and after compression, but the model that {source} was compressed "
             "from is not known: no run of compress wrote the folder; start from the uncompressed model"
         )
-    for where, step, _ in before:
+    for step_label, step, _ in earlier_steps:
         if step.requires.new_shape and isinstance(step, ModelPass):
-            form = with_config(form, step.outcome(form.model, where))
-    own, original = layer_shapes(form), layer_shapes(open_original(recipe, opened))
-    if own != original:
-        name = next(name for name in [*own, *original] if own.get(name) != original.get(name))
+            form = with_config(form, step.outcome(form.model, step_label))
+    shapes, original = layer_shapes(form), layer_shapes(open_original(recipe, opened))
+    if shapes != original:
+        name = next(name for name in [*shapes, *original] if shapes.get(name) != original.get(name))
         raise TargetError(
             f"{label}: it compares blocks before and after compression, but the blocks have changed their shape: "
-            f"{name} is {own.get(name, 'missing')} here and {original.get(name, 'missing')} in {source}; "
+            f"{name} is {shapes.get(name, 'missing')} here and {original.get(name, 'missing')} in {source}; "
             "put it directly after the passes that compress them"
         )
     return ()
 
 
-def check_original_given(steps: Sequence[Step], given: bool) -> None:
-    """Check the same for a model in memory. given: whether the caller gives the uncompressed model."""
+def check_original_given(steps: Sequence[Step], has_original: bool) -> None:
+    """Check the same for a model in memory. has_original: whether the caller gives the uncompressed model."""
     label = needs_original(steps)
-    if label is not None and not given:
-        names = next(names for where, _, names in steps if where == label)
+    if label is not None and not has_original:
+        names = next(names for step_label, _, names in steps if step_label == label)
         raise nothing_compressed(label, len(names), ", or give the uncompressed model (teacher=...)")
 
 
-def _original(source: str, recipe: Recipe, opened: OpenModel, where: str) -> PreTrainedModel:
-    """The uncompressed model of a recipe that starts with a compressed one, without weights."""
+def _original(source: str, recipe: Recipe, opened: OpenModel, label: str) -> PreTrainedModel:
+    """Return the uncompressed model of a recipe that starts with a compressed one, without weights."""
     try:
         return check_teacher(source, opened, recipe.trust_remote_code)
     except ModelError as error:
         raise ModelError(
-            f"{where}: the uncompressed model of {recipe.model} is {source} by its recipe.yaml, which cannot be its "
+            f"{label}: the uncompressed model of {recipe.model} is {source} by its recipe.yaml, which cannot be its "
             f"teacher ({error}); name another one (teacher: ...)"
         ) from error

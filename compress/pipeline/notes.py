@@ -18,11 +18,11 @@ WIDE = 32  # groups in a row without padding: whole words for codes of every wid
 
 
 def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
+    """Return a note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
     format_, storage = resolved.format, resolved.storage
     layers_of: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     quantizing = [step for step in resolved.steps if "quantized" in step[1].effects(ANY_LAYER).facts]
-    rounds = {name: where for where, _, names in quantizing for name in names}
+    rounds = {name: label for label, _, names in quantizing for name in names}
     for name, layer in facts.items():
         scheme, size = layer.scheme, layer.size_bytes
         nominal = nominal_bits(scheme, storage)
@@ -31,10 +31,10 @@ def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         key = rounds.get(name, ""), f"{nominal:.2f}", _reason(scheme, format_, nominal, storage)
         layers_of.setdefault(key, []).append((size, prod(scheme.shape)))
     notes = []
-    for (where, nominal, reason), sizes in layers_of.items():
+    for (label, nominal, reason), sizes in layers_of.items():
         bits = 8 * sum(size for size, _ in sizes) / sum(count for _, count in sizes)
-        told = f"{bits:.2f} bits per weight are stored instead of {nominal}"
-        notes.append(f"{where}: in {len(sizes)} layers {told}: {reason}")
+        text = f"{bits:.2f} bits per weight are stored instead of {nominal}"
+        notes.append(f"{label}: in {len(sizes)} layers {text}: {reason}")
     return notes
 
 
@@ -64,27 +64,27 @@ def _reason(scheme: LayerScheme, format_: Format, nominal: float, storage: torch
 
 
 def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """A note for every pruning pass whose zeros save no bytes."""
+    """Return a note for every pruning pass whose zeros save no bytes."""
     notes, format_ = [], resolved.format
-    for where, step, names in resolved.steps:
+    for label, step, names in resolved.steps:
         layers = [facts[name] for name in names if name in facts]
         pruned = [layer for layer in layers if step.effects(layer.scheme).sparsities]
         if pruned and sum(layer.size_bytes for layer in pruned) >= sum(layer.with_zeros_bytes for layer in pruned):
             reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
             if format_.sparse:
                 reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
-            notes.append(f"{where}: its zeros save no bytes: {reason}")
+            notes.append(f"{label}: its zeros save no bytes: {reason}")
     return notes
 
 
 def pass_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """What passes say about their result in this format."""
+    """Return what passes say about their result in this format."""
     notes, format_ = [], resolved.format
-    for where, step, _ in resolved.steps:
+    for label, step, _ in resolved.steps:
         effects = step.effects(ANY_LAYER)
-        notes += [f"{where}: {note}" for note in effects.notes]
+        notes += [f"{label}: {note}" for note in effects.notes]
         if effects.negative_scales and not format_.negative_scales:
-            notes.append(f"{where}: scales stay positive: not all readers of format {format_.name} take negative ones")
+            notes.append(f"{label}: scales stay positive: not all readers of format {format_.name} take negative ones")
     return notes
 
 

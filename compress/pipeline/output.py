@@ -50,10 +50,10 @@ def check_folder(folder: Path) -> None:
     if (folder / WORK).is_symlink():
         raise OutputError(f"{folder}: {WORK} is a link, not a folder of compress; choose another --out")
     try:
-        held = [child.name for child in folder.iterdir()] if folder.exists() else []
+        names = [child.name for child in folder.iterdir()] if folder.exists() else []
     except OSError as error:
         raise OutputError(f"{folder}: cannot be read ({error.strerror}); choose another --out") from error
-    if set(held) - {WORK} and not (folder / WORK / MANIFEST).exists():
+    if set(names) - {WORK} and not (folder / WORK / MANIFEST).exists():
         raise OutputError(
             f"{folder}: is not empty and was not written by compress; choose another --out, or empty the folder first"
         )
@@ -62,8 +62,8 @@ def check_folder(folder: Path) -> None:
 def check_space(folder: Path, needed: int) -> None:
     """Raise OutputError when the disk is too small for a checkpoint of `needed` bytes; shards that exist count."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    held = tensor_file_bytes(folder)
-    free = shutil.disk_usage(place).free + held
+    existing_bytes = tensor_file_bytes(folder)
+    free = shutil.disk_usage(place).free + existing_bytes
     if free < needed:
         raise OutputError(
             f"{folder}: the checkpoint takes {needed / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free; choose "
@@ -88,15 +88,15 @@ def check_files(files: Any, folder: Path) -> dict[str, int]:
 
 
 def listed_files(folder: Path) -> dict[str, int]:
-    """The files that the manifest in a folder lists, also one of another version. Raises OutputError."""
+    """Return the files that the manifest in a folder lists, also one of another version. Raises OutputError."""
     try:
-        found = read_json(folder / WORK / MANIFEST)["files"]
+        files = read_json(folder / WORK / MANIFEST)["files"]
     except (ValueError, KeyError) as error:
         raise OutputError(
             f"{folder}: {WORK}/{MANIFEST} does not list the files of its run (it is damaged, or of an earlier "
             "version), so that they cannot be told from yours; remove the folder yourself, or choose another --out"
         ) from error
-    return check_files(found, folder)
+    return check_files(files, folder)
 
 
 def record_rewritten(folder: Path, names: Iterable[str]) -> None:
@@ -118,17 +118,17 @@ def remove_files(folder: Path, files: Mapping[str, int]) -> None:
     Raises OutputError, and removes nothing, if the user has changed one of the files, or has put a file in the place of
     one that a new run writes (`WRITES`).
     """
-    here = {name: size for name, size in files.items() if os.path.lexists(folder / name)}
-    own = {path for pattern in WRITES for path in folder.glob(pattern)}
-    changed = [name for name, size in here.items() if not _as_written(folder, name, size)]
-    changed += [name for path in own if (name := path.relative_to(folder).as_posix()) not in here]
+    present = {name: size for name, size in files.items() if os.path.lexists(folder / name)}
+    temporary = {path for pattern in WRITES for path in folder.glob(pattern)}
+    changed = [name for name, size in present.items() if not _as_written(folder, name, size)]
+    changed += [name for path in temporary if (name := path.relative_to(folder).as_posix()) not in present]
     if changed:
         raise OutputError(
             f"{folder}: the earlier run did not write {spelled(changed)} as it is now; move it, or choose another --out"
         )
-    for name in here:
+    for name in present:
         (folder / name).unlink()
-    inner = {parent for name in here for parent in PurePosixPath(name).parents}
+    inner = {parent for name in present for parent in PurePosixPath(name).parents}
     for parent in sorted(inner - {PurePosixPath(".")}, key=lambda path: len(path.parts), reverse=True):
         with suppress(OSError):  # it holds files of the user
             (folder / parent).rmdir()
@@ -142,18 +142,21 @@ def staging_folder(folder: Path) -> Path:
 
 
 def staged_sizes(folder: Path, files: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the staged files by name. files: those that the run has listed before.
+    """Return the sizes of the staged files by name. files: those that the run has listed before.
 
     Raises OutputError if a name is that of a file of the user.
     """
     place = staging_folder(folder)
-    found = {path.relative_to(place).as_posix(): path.stat().st_size for path in place.rglob("*") if path.is_file()}
-    taken = [name for name in found if (name not in files or _linked(folder, name)) and os.path.lexists(folder / name)]
-    if taken:
+    sizes = {path.relative_to(place).as_posix(): path.stat().st_size for path in place.rglob("*") if path.is_file()}
+    conflicts = [
+        name for name in sizes if (name not in files or _linked(folder, name)) and os.path.lexists(folder / name)
+    ]
+    if conflicts:
         raise OutputError(
-            f"{folder}: holds {spelled(taken)}, which the run did not write; move it, and run the same command again"
+            f"{folder}: holds {spelled(conflicts)}, which the run did not write; move it, and run the "
+            "same command again"
         )
-    return found
+    return sizes
 
 
 def move_staged(folder: Path, names: Iterable[str]) -> None:
@@ -166,9 +169,9 @@ def move_staged(folder: Path, names: Iterable[str]) -> None:
 
 
 def spelled(names: Iterable[str]) -> str:
-    """The first names of a list, for a message."""
-    found = sorted(names)
-    return ", ".join(found[:MOST]) + (f" and {len(found) - MOST} more" if len(found) > MOST else "")
+    """Return the first names of a list, for a message."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:MOST]) + (f" and {len(ordered) - MOST} more" if len(ordered) > MOST else "")
 
 
 def _as_written(folder: Path, name: str, size: int) -> bool:

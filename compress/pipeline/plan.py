@@ -89,14 +89,16 @@ class Plan:
     fit: Fit | None = None
 
     def groups(self) -> list[LayerGroup]:
-        """The layers by kind, in the order of the model."""
-        found: dict[tuple[str, LayerPlan], list[LayerPlan]] = {}
+        """Return the layers by kind, in the order of the model."""
+        layers_by_kind: dict[tuple[str, LayerPlan], list[LayerPlan]] = {}
         for layer in self.layers:
             name = kind_of(layer.name)
-            found.setdefault((name, replace(layer, name="", size_bytes=0)), []).append(layer)
+            layers_by_kind.setdefault((name, replace(layer, name="", size_bytes=0)), []).append(layer)
         return [
-            LayerGroup(name, kind.shape, kind.passes, kind.scheme, len(same), sum(layer.size_bytes for layer in same))
-            for (name, kind), same in found.items()
+            LayerGroup(
+                name, kind.shape, kind.passes, kind.scheme, len(layers), sum(layer.size_bytes for layer in layers)
+            )
+            for (name, kind), layers in layers_by_kind.items()
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -133,8 +135,10 @@ def plan(
     device = device_of(recipe.device)
     if out is not None:
         check_folder(Path(out))
-    where = device if time else None
-    opened = open_model(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
+    load_device = device if time else None
+    opened = open_model(
+        recipe.model, recipe.dtype, load_device, recipe.trust_remote_code, recipe.masks, not recipe.passes
+    )
     resolved = resolve(recipe, opened)
     planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:
@@ -160,13 +164,13 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     starts = schemes_of(form) | schemes_of(opened)
 
     def before(count: int, name: str) -> LayerScheme:
-        mine = [(where, step) for where, step, names in steps[:count] if name in names]
+        mine = [(label, step) for label, step, names in steps[:count] if name in names]
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
-    each = replace(footprint, several=True).peak_bytes() if trains else None
-    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=each)
+    process_bytes = replace(footprint, several=True).peak_bytes() if trains else None
+    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=process_bytes)
     return _within(planned, footprint, memory_bytes, strict)
 
 
@@ -192,31 +196,31 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
 
 
 def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
-    """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
+    """Return the plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     form, storage, format_ = resolved.form, resolved.storage, resolved.format
     ends = [end for end in find_ends(form.model) if end.name in facts]
     layers = [LayerPlan(name, f.scheme.shape, f.passes, f.scheme, f.size_bytes) for name, f in facts.items()]
     check_together(format_, {name: f.scheme for name, f in facts.items()})
-    rest = _rest_bytes(form, storage, ends, format_)
+    other_bytes = _rest_bytes(form, storage, ends, format_)
     dense = _rest_bytes(form, storage, ends) + _dense_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
     policies = planned_policies(resolved).values()
     cache_bytes = sum(spec.size_bytes(storage) for policy in policies for spec in policy.tensors().values())
-    size = sum(layer.size_bytes for layer in layers) + rest + cache_bytes
+    size = sum(layer.size_bytes for layer in layers) + other_bytes + cache_bytes
     return Plan(tuple(layers), size, dense, 0)
 
 
 def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:
-    """The model and the plan of its layers in the shape of the checkpoint in `folder`.
+    """Return the model and the plan of its layers in the shape of the checkpoint in `folder`.
 
     Both are the given ones unless a pass changes the shape of the model.
     """
-    last = max((i for i, (_, step, _) in enumerate(resolved.steps) if step.requires.new_shape), default=None)
-    if last is None:
+    last_reshape = max((i for i, (_, step, _) in enumerate(resolved.steps) if step.requires.new_shape), default=None)
+    if last_reshape is None:
         return resolved.opened, planned
     config = read_config(folder, str(folder), resolved.recipe.trust_remote_code)
     vars(config).pop("quantization_config", None)
     form = with_config(resolved.opened, config)
-    update_targets(resolved.steps, form, resolved.format, last + 1)
+    update_targets(resolved.steps, form, resolved.format, last_reshape + 1)
     resolved = replace(resolved, form=form)
     final = plan_on(resolved, facts_of(resolved))
     return form, replace(final, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
@@ -225,21 +229,21 @@ def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[O
 def _rest_bytes(
     opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
 ) -> int:
-    """Bytes of all stored tensors except the weights of linears in the blocks and of these ends.
+    """Return bytes of all stored tensors except the weights of linears in the blocks and of these ends.
 
     format_: that of the checkpoint; None: all in `storage`.
     """
     apart = {f"{name}.weight" for end in ends for name in end.names}
-    found = {name: tensor for name, tensor in outside_dense(opened).items() if name not in apart}
+    tensors = {name: tensor for name, tensor in outside_dense(opened).items() if name not in apart}
     for block in opened.blocks:
         inside = tuple(f"{name}." for name in linears(block.module))
         state = block.module.state_dict().items()
-        kept = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
-        found |= {f"{block.name}.{name}": tensor for name, tensor in kept.items()}
+        block_tensors = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
+        tensors |= {f"{block.name}.{name}": tensor for name, tensor in block_tensors.items()}
     if format_ is None:
-        return sum(_bytes(tensor, storage) for tensor in found.values())
+        return sum(_bytes(tensor, storage) for tensor in tensors.values())
     places, total = embeddings_of(opened), 0
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         part = format_.end_layout(places, name, tensor.shape)
         if part is None:
             total += _bytes(tensor, format_.stored_dtype(tensor.shape, storage))

@@ -104,13 +104,13 @@ def prepare(
     texts = {use.text: windows for windows, use in evaluated}
     with run.phase("calibration text"):
         examples, uses = calibration_examples(recipe, opened)
-    wanted, code = identity(recipe, opened.fingerprint, examples.sha256())
+    fingerprint, code = identity(recipe, opened.fingerprint, examples.sha256())
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     take_in_compressed(opened, run)
     check_divided(resolved.steps, examples, recipe.calibration.batch, processes)
     with processes.first_goes_first():
-        manifest = open_folder(out, wanted, overwrite, code)
+        manifest = open_folder(out, fingerprint, overwrite, code)
     inputs = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
     inputs["calibration text"] = examples.sha256()
     inputs["evaluation text"] = digest_of([windows.sha256() for windows in texts.values()])

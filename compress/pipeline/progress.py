@@ -69,12 +69,12 @@ class ProgressDisplay:
             loss = f"  loss {figures['loss']:.4g}" if "loss" in figures else ""
             self._show(entry.message, entry.message + loss, figures["done"], figures["of"])
 
-    def _show(self, task: str, text: str, done: int, of: int) -> None:
+    def _show(self, task: str, text: str, count: int, of: int) -> None:
         self._bar.start()
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(text, total=of)
-        self._bar.update(self._tasks[task], description=text, completed=done)
-        tenth = 10 * done // of
+        self._bar.update(self._tasks[task], description=text, completed=count)
+        tenth = 10 * count // of
         if not self._console.is_terminal and (task, tenth) not in self._record:
             self._record.add((task, tenth))
-            self._console.print(f"{text}  {done}/{of}")
+            self._console.print(f"{text}  {count}/{of}")

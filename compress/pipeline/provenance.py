@@ -33,29 +33,31 @@ def fingerprint(**parts: Any) -> str:
 
 
 def identity(recipe: Recipe, model: str, calibration: str) -> tuple[str, dict[str, str]]:
-    """The fingerprint of a run, and the digests of its code (`code_of`).
+    """Return the fingerprint of a run, and the digests of its code (`code_of`).
 
     The fingerprint covers all that the bytes of the checkpoint depend on: not the evaluation, nor how it is verified.
     model, calibration: digests of the model's files and of the calibration ids.
     """
-    asked = recipe.model_dump(mode="json", exclude={"eval": True, "model": True, "plugins": True, "save": {"verify"}})
+    options = recipe.model_dump(mode="json", exclude={"eval": True, "model": True, "plugins": True, "save": {"verify"}})
     code = code_of(recipe)
-    return fingerprint(recipe=asked, model=model, calibration=calibration, version=__version__, code=code), code
+    return fingerprint(recipe=options, model=model, calibration=calibration, version=__version__, code=code), code
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
-    """The sha256 of the source of every pass of a recipe, by its key, and that of this package.
+    """Return the sha256 of the source of every pass of a recipe, by its key, and that of this package.
 
     The source of a pass is the file that defines its class, with the files of its base classes outside of this package.
     """
-    found = {spelled(kind): source_sha256(kind) for kind in map(type, recipe.passes)}
-    return {**found, PACKAGE: package_sha256()}
+    digests = {spelled(kind): source_sha256(kind) for kind in map(type, recipe.passes)}
+    return {**digests, PACKAGE: package_sha256()}
 
 
 def source_sha256(kind: type[Pass]) -> str:
-    """The sha256 of the source of a pass; UNKNOWN if the source of a class is not available."""
-    own = PACKAGE, pydantic.__name__
-    bases = [c for c in kind.__mro__ if issubclass(c, pydantic.BaseModel) and c.__module__.partition(".")[0] not in own]
+    """Return the sha256 of the source of a pass; UNKNOWN if the source of a class is not available."""
+    excluded = PACKAGE, pydantic.__name__
+    bases = [
+        c for c in kind.__mro__ if issubclass(c, pydantic.BaseModel) and c.__module__.partition(".")[0] not in excluded
+    ]
     texts = [module_text(name) for name in dict.fromkeys(c.__module__ for c in (kind, *bases))]
     digest = hashlib.sha256()
     for text in texts:
@@ -76,9 +78,9 @@ def package_sha256(root: Path = Path(__file__).parents[1]) -> str:
     return digest.hexdigest()
 
 
-def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """What changed between the code of two runs, in words; None if nothing is known to have changed."""
-    keys = [key for key in now if key in before and before[key] != now[key]]
+def changed_code(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
+    """Return what changed between the code of two runs, in words; None if nothing is known to have changed."""
+    keys = [key for key in new if key in old and old[key] != new[key]]
     passes = [key for key in keys if key != PACKAGE]
     if passes:
         return f"the code of {', '.join(passes)} changed"
@@ -86,7 +88,7 @@ def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str | Non
 
 
 def written(recipe: Recipe) -> dict[str, str]:
-    """The files that state a recipe in a folder, by name: recipe.yaml, and copies of the plugins that it names.
+    """Return the files that state a recipe in a folder, by name: recipe.yaml, and copies of the plugins that it names.
 
     Raises RecipeError if recipe.yaml could not be read again as the same recipe.
     """
@@ -95,10 +97,10 @@ def written(recipe: Recipe) -> dict[str, str]:
         again = Recipe.from_text(recipe.to_yaml())
     except RecipeError as error:
         raise RecipeError(f"the recipe.yaml of this run could not be read again: {error}", error.path) from error
-    for label, asked, found in zip(recipe.labels(), recipe.passes, again.passes, strict=True):
-        if type(asked) is not type(found):
+    for label, step, copied in zip(recipe.labels(), recipe.passes, again.passes, strict=True):
+        if type(step) is not type(copied):
             raise RecipeError(f"{label}: the file of the pass changed after the recipe was read; read the recipe again")
-        if asked != found:
+        if step != copied:
             raise RecipeError(
                 f"{label}: its options are not the same after a round trip through YAML; "
                 "use options of plain types, or validators that accept their plain form"

@@ -87,6 +87,6 @@ def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]
     stated = stated_policy(form.model, policies, format_) is not None
     reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
     if reason is not None:
-        other = "save: {format: native} stores it for compress.load, "
-        raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {other}{OWN}")
+        alternative = "save: {format: native} stores it for compress.load, "
+        raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {alternative}{OWN}")
     return ()

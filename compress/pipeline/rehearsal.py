@@ -33,28 +33,28 @@ def rehearse(resolved: ResolvedRecipe) -> list[str]:
     Returns a note for each pass whose model is too large. Raises the error of a pass that refuses the structure.
     """
     notes, form = [], resolved.opened
-    for where, step, _ in resolved.steps:
+    for label, step, _ in resolved.steps:
         if not (isinstance(step, ModelPass) and step.requires.new_shape):
             continue
         if step.requires.rehearsal is not None:
-            config, whole = _config(form.model)
+            config, is_complete = _config(form.model)
             if config is None:
-                notes.append(f"{where}: the model is too large to rehearse the pass; the run may refuse its structure")
+                notes.append(f"{label}: the model is too large to rehearse the pass; the run may refuse its structure")
             else:
-                _try(step.requires.rehearsal, where, _random(form.model, config), whole, resolved.objective)
-        form = with_config(form, step.outcome(form.model, where))
+                _try(step.requires.rehearsal, label, _random(form.model, config), is_complete, resolved.objective)
+        form = with_config(form, step.outcome(form.model, label))
     return notes
 
 
-def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: ModelKind) -> None:
-    """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
-    run = Run(label=where, calibration=random_examples(model, SEQUENCES, LENGTH), lm_objective=objective)
+def _try(step: ModelPass, label: str, model: PreTrainedModel, is_complete: bool, objective: ModelKind) -> None:
+    """Run a pass. is_complete: False: the model has fewer blocks than the real one, which targets may name."""
+    run = Run(label=label, calibration=random_examples(model, SEQUENCES, LENGTH), lm_objective=objective)
     try:
         step.apply(model, run)
     except NumericError:
         return  # of the random weights
     except (ModelError, TargetError) as error:
-        if whole or not isinstance(error, TargetError):
+        if is_complete or not isinstance(error, TargetError):
             raise
     except CompressError:
         return
@@ -77,12 +77,12 @@ def _numbers(model: PreTrainedModel) -> int:
 
 
 def _random(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A model of a configuration with random weights, the same at every call; the global random state stays."""
+    """Return a model of a configuration with random weights, the same at every call; the global random state stays."""
     kind = getattr(model.config, "_attn_implementation", None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=kind)
-        for parameter in made.requires_grad_(False).parameters():
+        random_model = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=kind)
+        for parameter in random_model.requires_grad_(False).parameters():
             parameter += NOISE * torch.randn_like(parameter)
-    open_experts(made)
-    return made.eval()
+    open_experts(random_model)
+    return random_model.eval()

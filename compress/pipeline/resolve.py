@@ -87,7 +87,7 @@ class ResolvedRecipe:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The shape (out, in) of every linear before and after the passes, by full name."""
+        """Return the shape (out, in) of every linear before and after the passes, by full name."""
         return layer_shapes(self.form) | layer_shapes(self.opened)
 
     def with_calibration(self, **changes: int) -> ResolvedRecipe:
@@ -128,48 +128,50 @@ def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:
 
 
 def resolve_passes(
-    passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0
+    passes: Sequence[Pass], opened: OpenModel, format_: Format, start: int = 0
 ) -> tuple[list[Step], OpenModel]:
     """Return every pass with its linears, and the model after the last pass, without weights if its shape changes.
 
-    first: the index of the first of these passes in the recipe.
+    Args:
+        start: The index of the first of these passes in the recipe.
 
-    Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, no later
-    pass does what a layer was prepared for, a layer or the format does not support a group size, or the model cannot
-    have a shape.
+    Raises:
+        TargetError: A pattern matches nothing, a later pass cannot work on a layer after an earlier pass, no later pass
+            does what a layer was prepared for, a layer or the format does not support a group size, or the model cannot
+            have a shape.
     """
     names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
     _check_start(schemes, format_)
     most = dict(schemes)
     steps: list[Step] = []
     swept: set[str] = set()
-    for index, step in enumerate(passes, first):
-        where, needs = label(index, step), step.requires
-        _check_stacks(step, opened, where)
+    for index, step in enumerate(passes, start):
+        pass_label, needs = label(index, step), step.requires
+        _check_stacks(step, opened, pass_label)
         modules = ModuleNames.of(opened.model, opened.blocks)
         ends, candidates = modules.reached(step.targets), modules.candidates(step.targets)
-        step = step.on_model(modules, where)
-        chosen = chosen_linears(step, candidates, where)
+        step = step.on_model(modules, pass_label)
+        chosen = chosen_linears(step, candidates, pass_label)
         chosen = [name for name in chosen if name not in {end.embedding for end in ends if end.head is not None}]
-        check_ends(step, [end for end in ends if end.name in chosen], where)
+        check_ends(step, [end for end in ends if end.name in chosen], pass_label)
         if step.effects(ANY_LAYER).cache is not None:
-            chosen = _in_attention(opened, names, chosen, where)
-        _check_facts(step, list(facts) if needs.new_shape else chosen, facts, where)
-        _check_sweep(step, chosen, swept, facts, where)
+            chosen = _in_attention(opened, names, chosen, pass_label)
+        _check_facts(step, list(facts) if needs.new_shape else chosen, facts, pass_label)
+        _check_sweep(step, chosen, swept, facts, pass_label)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
-        _check_mixed(step, list(schemes) if needs.new_shape else chosen, schemes, where)
-        _check_trained(step, _together(step, chosen, opened), schemes, format_, where)
-        _check_layers(step, chosen, schemes, format_, where)
-        _check_transforms(step, chosen, most, format_, where)
-        steps.append((where, step, chosen))
+        _check_mixed(step, list(schemes) if needs.new_shape else chosen, schemes, pass_label)
+        _check_trained(step, _together(step, chosen, opened), schemes, format_, pass_label)
+        _check_layers(step, chosen, schemes, format_, pass_label)
+        _check_transforms(step, chosen, most, format_, pass_label)
+        steps.append((pass_label, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
-            opened = with_config(opened, step.outcome(opened.model, where))
+            opened = with_config(opened, step.outcome(opened.model, pass_label))
             names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
             schemes |= {n: own_options(step, n).effects(schemes[n]).scheme for n in chosen if n in schemes}
             most = dict(schemes)
         else:
             for name in chosen:
-                facts[name] |= dict.fromkeys(own_options(step, name).effects(ANY_LAYER).facts, where)
+                facts[name] |= dict.fromkeys(own_options(step, name).effects(ANY_LAYER).facts, pass_label)
     _check_prepared(steps, {name: scheme.shape for name, scheme in schemes.items()})
     return steps, opened
 
@@ -182,19 +184,19 @@ def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
     return replace(opened, model=model, blocks=find_blocks(model), weights=Weights(reading=opened.weights.reading))
 
 
-def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
-    """Update the linears of all steps after the first `done` to those of the model in its new shape."""
-    rest = [step for _, step, _ in steps[done:]]
-    updated, _ = resolve_passes(rest, opened, format_, done)
-    for (_, _, names), (_, _, now) in zip(steps[done:], updated, strict=True):
-        names[:] = now
+def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, count: int) -> None:
+    """Update the linears of all steps after the first `count` to those of the model in its new shape."""
+    remaining = [step for _, step, _ in steps[count:]]
+    updated, _ = resolve_passes(remaining, opened, format_, count)
+    for (_, _, names), (_, _, new_names) in zip(steps[count:], updated, strict=True):
+        names[:] = new_names
 
 
 def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
-    """The facts of every linear of the original model, each with its origin."""
+    """Return the facts of every linear of the original model, each with its origin."""
     ends = [end.name for end in find_ends(opened.model)]
-    found: dict[str, dict[Fact, str]] = {name: {} for name in [*opened.linear_names(), *ends]}
-    for name in found:
+    facts: dict[str, dict[Fact, str]] = {name: {} for name in [*opened.linear_names(), *ends]}
+    for name in facts:
         layer = layer_of(opened.model.get_submodule(name)) if name in ends else opened.model.get_submodule(name)
         if isinstance(layer, CompressedLinear):
             true: dict[Fact, bool] = {
@@ -202,30 +204,30 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
                 "quantized": layer.quantized,
                 "activations_quantized": layer.rounding is not None,
             }
-            found[name] = {fact: EARLIER[fact] for fact, holds in true.items() if holds}
+            facts[name] = {fact: EARLIER[fact] for fact, holds in true.items() if holds}
     attentions = tuple(f"{attention}." for attention in cache_policies(opened.model))
-    for name in found:
+    for name in facts:
         if name.startswith(attentions):
-            found[name]["cache_quantized"] = EARLIER["cache_quantized"]
-    return found
+            facts[name]["cache_quantized"] = EARLIER["cache_quantized"]
+    return facts
 
 
 def schemes_of(opened: OpenModel) -> dict[str, LayerScheme]:
-    """The storage scheme of every linear in the blocks, and of the ends, of the original model."""
-    found = {
+    """Return the storage scheme of every linear in the blocks, and of the ends, of the original model."""
+    schemes = {
         f"{block.name}.{name}": scheme_of(module)
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }
-    return found | {end.name: end_layer(opened.model, end).scheme for end in find_ends(opened.model)}
+    return schemes | {end.name: end_layer(opened.model, end).scheme for end in find_ends(opened.model)}
 
 
-def _check_stacks(step: Pass, opened: OpenModel, where: str) -> None:
+def _check_stacks(step: Pass, opened: OpenModel, pass_label: str) -> None:
     """Raise TargetError if a pass knows one stack of blocks only, and the model has two."""
     does = "changes the shape of a model" if step.requires.new_shape else "quantizes the KV cache of a model"
     if opened.blocks[-1].stack and (step.requires.new_shape or step.effects(ANY_LAYER).cache is not None):
         raise TargetError(
-            f"{where}: it {does} with one stack of blocks, but {type(opened.model).__name__} has two, those of an "
+            f"{pass_label}: it {does} with one stack of blocks, but {type(opened.model).__name__} has two, those of an "
             f"encoder and of a decoder; remove {step.key()}"
         )
 
@@ -239,63 +241,63 @@ def _check_start(schemes: dict[str, LayerScheme], format_: Format) -> None:
             raise TargetError(f"model: {name} is compressed already: {reason}")
 
 
-def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, str]], where: str) -> None:
+def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, str]], pass_label: str) -> None:
     for fact in sorted(step.never_after):
         for name in names:
             if fact in facts[name]:
                 again = fact in step.effects(ANY_LAYER).facts
                 remedy = "skip it with ignore" + ("" if again else f", or put {step.key()} first")
-                raise TargetError(f"{where}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
+                raise TargetError(f"{pass_label}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
     for name in names:
         grids = own_options(step, name).effects(ANY_LAYER).scheme.grids if "masked" in facts[name] else ()
         if without := [grid.name for grid in grids if not grid.has_zero]:
             raise TargetError(
-                f"{where}: {name} is pruned by {facts[name]['masked']}, but weights {without[0]} have no zero; "
+                f"{pass_label}: {name} is pruned by {facts[name]['masked']}, but weights {without[0]} have no zero; "
                 "use ternary, or another grid that has one"
             )
     for fact in sorted(step.after):
         if not any(fact in facts[name] for name in names):
             raise TargetError(
-                f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before; "
+                f"{pass_label}: none of the {len(names)} linears it works on is {in_words(fact)} before; "
                 "put a pass that does so before it"
             )
 
 
-def _check_mixed(step: Pass, names: Sequence[str], schemes: Mapping[str, LayerScheme], where: str) -> None:
+def _check_mixed(step: Pass, names: Sequence[str], schemes: Mapping[str, LayerScheme], pass_label: str) -> None:
     """Raise TargetError for pruned or reshaped layers whose columns are not for one input channel alone."""
     for name in (name for name in names if schemes[name].mixes):
         mixed = next(t for t in schemes[name].transforms if transform_class(t.kind).mixes)
         if step.requires.new_shape:
             raise TargetError(
-                f"{where}: {name}: {mixed.effect}, so its columns have no channel; put {step.key()} first"
+                f"{pass_label}: {name}: {mixed.effect}, so its columns have no channel; put {step.key()} first"
             )
         if own_options(step, name).effects(schemes[name]).sparsities:
             raise TargetError(
-                f"{where}: {name}: {mixed.effect}, so zeros are lost when its weight is stored dense; skip the layer "
-                "with ignore, or do not rotate its inputs"
+                f"{pass_label}: {name}: {mixed.effect}, so zeros are lost when its weight is stored dense; skip the "
+                "layer with ignore, or do not rotate its inputs"
             )
 
 
 def _check_sweep(
-    step: Pass, names: Sequence[str], swept: set[str], facts: Mapping[str, Mapping[Fact, str]], where: str
+    step: Pass, names: Sequence[str], swept: set[str], facts: Mapping[str, Mapping[Fact, str]], pass_label: str
 ) -> None:
     """Raise TargetError if a pass needs its layers from before compression and nothing compresses them before it.
 
     swept: the linears of earlier passes of the same sweep. facts: of all linears, of earlier sweeps and runs too.
     """
     if step.requires.original and not swept & set(names) and not any(facts[name] for name in names):
-        raise nothing_compressed(where, len(names))
+        raise nothing_compressed(pass_label, len(names))
     if step.requires.unquantized and (late := [name for name in names if name not in swept]):
         raise TargetError(
-            f"{where}: it needs the weight of {late[0]} before quantization, but no pass right before it quantizes the "
-            "layer; put it directly after the quantizing pass, or skip the layer with ignore"
+            f"{pass_label}: it needs the weight of {late[0]} before quantization, but no pass right before it "
+            "quantizes the layer; put it directly after the quantizing pass, or skip the layer with ignore"
         )
 
 
-def nothing_compressed(where: str, count: int, hint: str = "") -> TargetError:
-    """The error of a pass that compares blocks before and after compression and has nothing to compare."""
+def nothing_compressed(pass_label: str, count: int, hint: str = "") -> TargetError:
+    """Return the error of a pass that compares blocks before and after compression and has nothing to compare."""
     return TargetError(
-        f"{where}: it compares blocks before and after compression, but no pass right before it compresses one of "
+        f"{pass_label}: it compares blocks before and after compression, but no pass right before it compresses one of "
         f"its {count} linears; put it directly after the passes that compress them{hint}"
     )
 
@@ -310,47 +312,51 @@ def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[
 
 
 def _check_trained(
-    step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, where: str
+    step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, pass_label: str
 ) -> None:
     """Raise TargetError if parameters to train do not exist. schemes: of the layers before the pass."""
     for names in parts if step.requires.trains else ():
-        before = [schemes[name] for name in names]
-        stored = [format_.adapt(s) or LayerScheme(s.shape) for s in before]
-        reason = missing_kind(step.requires.trains, before, stored, format_.name)
+        layer_schemes = [schemes[name] for name in names]
+        stored = [format_.adapt(s) or LayerScheme(s.shape) for s in layer_schemes]
+        reason = missing_kind(step.requires.trains, layer_schemes, stored, format_.name)
         if reason is not None:
-            raise TargetError(f"{where}: {reason}")
+            raise TargetError(f"{pass_label}: {reason}")
 
 
 def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:
     """Raise TargetError if no later pass does what a preparation prepared a layer for."""
-    for index, (where, step, names) in enumerate(steps):
-        rest = [(there, later, frozenset(chosen)) for there, later, chosen in steps[index + 1 :]]
-        if step.effects(ANY_LAYER).prepares is None or any(later.requires.new_shape for _, later, _ in rest):
+    for index, (pass_label, step, names) in enumerate(steps):
+        later_steps = [(later_label, later, frozenset(chosen)) for later_label, later, chosen in steps[index + 1 :]]
+        if step.effects(ANY_LAYER).prepares is None or any(later.requires.new_shape for _, later, _ in later_steps):
             continue  # a new shape changes the names of layers
         for name in names:
             dense = LayerScheme(shapes[name])
             prepares = own_options(step, name).effects(dense).prepares
             assert prepares is not None, "all layers of a pass are prepared, or none"
-            mine = [(there, own_options(later, name)) for there, later, chosen in rest if name in chosen]
-            effects = ((there, later.effects(dense)) for there, later in mine)
-            there, after = next((pair for pair in effects if prepares.fact in pair[1].facts), ("", None))
-            if after is None:
-                raise TargetError(f"{where}: {name}: {unprepared(prepares.fact)}, or leave the layer out with ignore")
-            if reason := prepares.mismatch(after):
-                raise TargetError(f"{where}: {name}: {there} does not do what it is prepared for: {reason}")
+            mine = [
+                (later_label, own_options(later, name)) for later_label, later, chosen in later_steps if name in chosen
+            ]
+            effects = ((later_label, later.effects(dense)) for later_label, later in mine)
+            later_label, later_effects = next((pair for pair in effects if prepares.fact in pair[1].facts), ("", None))
+            if later_effects is None:
+                raise TargetError(
+                    f"{pass_label}: {name}: {unprepared(prepares.fact)}, or leave the layer out with ignore"
+                )
+            if reason := prepares.mismatch(later_effects):
+                raise TargetError(f"{pass_label}: {name}: {later_label} does not do what it is prepared for: {reason}")
 
 
-def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
-    """All linears of the attention modules with a KV cache that contain one of the chosen linears."""
-    held = attentions_containing(opened.model, chosen)
-    if not held:
+def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], pass_label: str) -> list[str]:
+    """Return all linears of the attention modules with a KV cache that contain one of the chosen linears."""
+    attentions = attentions_containing(opened.model, chosen)
+    if not attentions:
         reason = f"none of its {len(chosen)} linears is in an attention module with a KV cache; widen its targets"
         if not attentions_containing(opened.model, names):
             kind = type(opened.model).__name__
             why = "no attention module passes keys and values to one: it is an encoder, or keeps other states"
-            reason = f"{kind} has no KV cache ({why}); remove {where.split()[-1]}"
-        raise TargetError(f"{where}: {reason}")
-    return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
+            reason = f"{kind} has no KV cache ({why}); remove {pass_label.split()[-1]}"
+        raise TargetError(f"{pass_label}: {reason}")
+    return [name for name in names if any(name.startswith(f"{attention}.") for attention in attentions)]
 
 
 def own_options(step: Pass, name: str) -> Pass:
@@ -359,7 +365,7 @@ def own_options(step: Pass, name: str) -> Pass:
 
 
 def _check_layers(
-    step: Pass, names: Sequence[str], schemes: dict[str, LayerScheme], format_: Format, where: str
+    step: Pass, names: Sequence[str], schemes: dict[str, LayerScheme], format_: Format, pass_label: str
 ) -> None:
     """Raise TargetError if a pass cannot work on a layer, or the format cannot store the result.
 
@@ -369,42 +375,42 @@ def _check_layers(
     survey = step.survey()
     alternatives = () if survey is None else survey.alternatives
     for name in names:
-        before, mine = schemes[name], own_options(step, name)
-        schemes[name] = mine.effects(before).scheme
-        for own in (mine, *(alternatives if mine is step else ())):
-            effects = own.effects(before)
-            after, reason = effects.scheme, own.effects(LayerScheme(before.shape)).refusal
+        scheme, mine = schemes[name], own_options(step, name)
+        schemes[name] = mine.effects(scheme).scheme
+        for variant in (mine, *(alternatives if mine is step else ())):
+            effects = variant.effects(scheme)
+            new_scheme, reason = effects.scheme, variant.effects(LayerScheme(scheme.shape)).refusal
             prepares_codes = effects.prepares is not None and effects.prepares.fact == "quantized"
-            awaits_codes = prepares_codes and after.folds and after.maps_inputs is None
-            if reason is None and after != before and not awaits_codes:
-                reason = format_.refuses(after)
+            awaits_codes = prepares_codes and new_scheme.folds and new_scheme.maps_inputs is None
+            if reason is None and new_scheme != scheme and not awaits_codes:
+                reason = format_.refuses(new_scheme)
             if reason is not None:
-                raise TargetError(f"{where}: {name}: {reason}")
+                raise TargetError(f"{pass_label}: {name}: {reason}")
 
 
 def _check_transforms(
-    step: Pass, names: Sequence[str], most: dict[str, LayerScheme], format_: Format, where: str
+    step: Pass, names: Sequence[str], most: dict[str, LayerScheme], format_: Format, pass_label: str
 ) -> None:
     """Raise TargetError if a transform may stay at a layer with which the format cannot store it.
 
     most: the schemes of layers with all transforms that may stay (`Effects.largest_scheme`); they are updated.
     """
     for name in names:
-        own = own_options(step, name)
-        after = most[name] = own.effects(most[name]).largest_scheme
-        reason = None if after.folds else format_.refuses(after)
-        if reason is not None and format_.refuses(own.effects(LayerScheme(after.shape)).scheme) is None:
-            raise TargetError(f"{where}: {name}: it may be that {reason}")
+        layer_step = own_options(step, name)
+        scheme = most[name] = layer_step.effects(most[name]).largest_scheme
+        reason = None if scheme.folds else format_.refuses(scheme)
+        if reason is not None and format_.refuses(layer_step.effects(LayerScheme(scheme.shape)).scheme) is None:
+            raise TargetError(f"{pass_label}: {name}: it may be that {reason}")
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
-    """The shape (out, in) of every linear in the blocks, and of the ends, by full name."""
-    found = {
+    """Return the shape (out, in) of every linear in the blocks, and of the ends, by full name."""
+    shapes = {
         f"{block.name}.{name}": shape_of(module)
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }
-    return found | {end.name: end_layer(opened.model, end).shape for end in find_ends(opened.model)}
+    return shapes | {end.name: end_layer(opened.model, end).shape for end in find_ends(opened.model)}
 
 
 def lm_objective_for(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> ModelKind:
@@ -412,11 +418,13 @@ def lm_objective_for(steps: Sequence[Step], opened: OpenModel, seed: int = 0) ->
 
     Raises ModelError for a missing mask token; RecipeError for options that have no effect on the objective.
     """
-    users = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective]
-    found = objective_of(opened.model, opened.tokenizer, seed) if users else CAUSAL
-    for where, step in users:
-        step.adapt_objective(found, where)
-    return found
+    users = [
+        (pass_label, step) for pass_label, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective
+    ]
+    objective = objective_of(opened.model, opened.tokenizer, seed) if users else CAUSAL
+    for pass_label, step in users:
+        step.adapt_objective(objective, pass_label)
+    return objective
 
 
 def teachers(
@@ -429,19 +437,21 @@ def teachers(
     sources = {step.requires.teacher for step in passes}
     for source in sorted(source for source in sources if isinstance(source, str)):
         check_teacher(source, opened, trust_remote_code=False)
-    known = copy.deepcopy(model) if teacher is None and True in sources else teacher
-    if known is not None:
-        check_supported(known, "teacher")
-        check_kind("it", known, model)
-        there, here = (text_config(each.config).vocab_size for each in (known, model))
-        if there != here:
-            sizes = f"it has a vocabulary of {there} tokens, the model of {here}"
+    default_teacher = copy.deepcopy(model) if teacher is None and True in sources else teacher
+    if default_teacher is not None:
+        check_supported(default_teacher, "teacher")
+        check_kind("it", default_teacher, model)
+        teacher_vocabulary, model_vocabulary = (
+            text_config(network.config).vocab_size for network in (default_teacher, model)
+        )
+        if teacher_vocabulary != model_vocabulary:
+            sizes = f"it has a vocabulary of {teacher_vocabulary} tokens, the model of {model_vocabulary}"
             raise ModelError(f"teacher: {sizes}; use a teacher with the model's vocabulary")
 
-    def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
-        if other is not None:
-            return open_model(other, device=opened.device, masks="forget").streaming()
-        assert known is not None
-        return nullcontext(known.eval())
+    def open_teacher(source_name: str | None) -> AbstractContextManager[nn.Module]:
+        if source_name is not None:
+            return open_model(source_name, device=opened.device, masks="forget").streaming()
+        assert default_teacher is not None
+        return nullcontext(default_teacher.eval())
 
     return open_teacher

@@ -110,8 +110,8 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     sides, measured = [], cache(measured_host)  # of each dtype once
     for state in states:
         dtype = opened.storage if device is not None else state.dtype
-        where = device or calibrated(state, measured(dtype), batch, context)
-        sides.append((where, _side(state, dtype, where, batch, context)))
+        machine = device or calibrated(state, measured(dtype), batch, context)
+        sides.append((machine, _side(state, dtype, machine, batch, context)))
     return Roofline(sides[0][0], batch, context, sides[0][1], sides[1][1] if sides[1:] else None)
 
 
@@ -140,17 +140,17 @@ class State:
 
 
 def calibrated(state: State, machine: Device, batch: int, context: int) -> Device:
-    """This machine, with the time of a call measured on some blocks of the model, which get weights of no meaning.
+    """Return this machine with the time of a call, measured on some blocks of the model that get arbitrary weights.
 
     machine: as `measured_host` measures it.
     """
     opened, dtype = state.opened, state.dtype
     count = len(opened.blocks)
-    some = [list(range(min(count, number))) for number in (1, BLOCKS)]
-    if len(some[0]) == len(some[1]):
+    block_lists = [list(range(min(count, number))) for number in (1, BLOCKS)]
+    if len(block_lists[0]) == len(block_lists[1]):
         return machine
     try:
-        models = [_filled(state, kept) for kept in some]
+        models = [_filled(state, indices) for indices in block_lists]
     except ModelError:  # blocks that depend on each other
         return machine
     length = min(context, CONTEXT)
@@ -161,11 +161,11 @@ def calibrated(state: State, machine: Device, batch: int, context: int) -> Devic
     return with_calls(machine, models, traces, batch, length, state.stored, state.itemsize)
 
 
-def _filled(state: State, kept: list[int]) -> PreTrainedModel:
-    """A model of these blocks in memory as `compress.load` makes it; all dense weights are one small number."""
+def _filled(state: State, indices: list[int]) -> PreTrainedModel:
+    """Return a model of these blocks in memory as `compress.load` makes it; all dense weights are one small number."""
     opened, dtype = state.opened, state.dtype
     with no_init_weights():
-        config = with_blocks(_sketched(opened, opened.config, dtype), kept)
+        config = with_blocks(_sketched(opened, opened.config, dtype), indices)
         model = type(opened.model)._from_config(config, dtype=dtype)
     for parameter in model.parameters():
         parameter.data.fill_(FILLED)
@@ -203,7 +203,7 @@ def _side(state: State, dtype: torch.dtype, device: Device, batch: int, context:
     prefill, decode = trace(model, batch, context)
     shapes = {name: p.numel() for name, p in model.named_parameters()}  # a tied weight stands once
     dense = sum(count for name, count in shapes.items() if name.removesuffix(".weight") not in state.stored)
-    packed = sum(one.size_bytes for one in state.stored.values())
+    packed = sum(weight.size_bytes for weight in state.stored.values())
     itemsize = state.itemsize if device.name == HERE else dtype.itemsize
     return Side(
         dense * itemsize + packed,

@@ -56,16 +56,16 @@ def run(
     folder = Path(out) if out is not None else default_folder(recipe)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     processes = Processes.launched(cpu=device_of(recipe.device).type == "cpu")
-    first = processes.first
-    journal = (journal or Journal()) if first else Journal()
-    shown = shown_progress(journal) if progress and first else nullcontext()
-    held = locked(folder, journal) if first else nullcontext()
-    with processes.together(), told_of_writing(folder), held, shown:
+    is_first = processes.first
+    journal = (journal or Journal()) if is_first else Journal()
+    shown = shown_progress(journal) if progress and is_first else nullcontext()
+    lock = locked(folder, journal) if is_first else nullcontext()
+    with processes.together(), told_of_writing(folder), lock, shown:
         job = prepare(recipe, folder, overwrite, journal, processes, memory_bytes)
         if not job.manifest.complete:
             compress(job)
         processes.wait()  # until the checkpoint is complete
-        result = finish(job, on_failure) if first else assist(job)
+        result = finish(job, on_failure) if is_first else assist(job)
         processes.wait()
     return result
 
@@ -81,10 +81,10 @@ def compress(job: Job) -> None:
     """Apply all passes and write the shards and the other files of the checkpoint."""
     examples, batch = job.examples, job.recipe.calibration.batch
     resolved, run = job.resolved, job.run
-    probe, own = examples.beginning(PROBE_TOKENS), own_batches(examples, batch, run.processes)
+    probe, batches = examples.beginning(PROBE_TOKENS), own_batches(examples, batch, run.processes)
     if not calibrates(resolved.steps):
-        own = [examples.beginning(ERROR_TOKENS)]
+        batches = [examples.beginning(ERROR_TOKENS)]
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else run.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, run, resolved.steps, job.manifest, probe, *about)
-    engine(resolved, own, probe, run, sink)
+    engine(resolved, batches, probe, run, sink)

@@ -93,19 +93,19 @@ def sensitivity(
     Raises RecipeError for choices, TargetError for a pass that changes other tensors than linears, ModelError,
     CalibrationError.
     """
-    journal, where = journal or Journal(), device_of(device)
+    journal, torch_device = journal or Journal(), device_of(device)
     read = dict(read_choice(choice) for choice in choices)
     if not read:
         raise RecipeError("--choice: write at least one, such as --choice int4")
     folder = model_folder(model)
-    base, tokenizer = load(folder, dtype, where)
+    base, tokenizer = load(folder, dtype, torch_device)
     if is_headless(base) or has_two_stacks(base):
         raise ModelError(f"model: {described(base)}; the sensitivity of layers is measured on next tokens")
     fingerprint = fingerprint_of(folder, weight_files(folder))
     examples = model_sample(base, tokenizer, text, "test", windows, length)[0]
     needed = any(step.requires.data for step in read.values())
     calibration = model_sample(base, tokenizer, text, "calibration", *CALIBRATION)[0] if needed else None
-    found: list[Sensitivity] = []
+    measured: list[Sensitivity] = []
     with shown_progress(journal) if progress else nullcontext():
         reference = Reference.of(base, examples)
         for name, step in read.items():
@@ -119,7 +119,9 @@ def sensitivity(
                 level,
             )
             results = Results(None if work is None else work / key[:16])
-            found += _measure(name, step, reference, Source(folder, dtype, where, calibration), level, results, journal)
+            measured += _measure(
+                name, step, reference, Source(folder, dtype, torch_device, calibration), level, results, journal
+            )
     spelled = {
         name: {type(step).key(): step.model_dump(mode="json", exclude_defaults=True)} for name, step in read.items()
     }
@@ -132,7 +134,7 @@ def sensitivity(
         length=examples.length,
         level=level,
         choices=spelled,
-        found=found,
+        found=measured,
     )
 
 
@@ -146,27 +148,31 @@ class Source:
     calibration: Examples | None
 
     def compressed(self, step: Pass, base: PreTrainedModel) -> dict[str, CompressedLinear]:
-        """The linears of a copy that the pass changed. Raises TargetError if the pass changes anything else."""
+        """Return the linears of a copy that the pass changed. Raises TargetError if the pass changes anything else."""
         copy, _ = load(self.folder, self.dtype, self.device)
         apply(copy, step, self.calibration)
-        before = base.state_dict()
-        known = linears(base)
-        found = {
+        base_tensors = base.state_dict()
+        base_linears = linears(base)
+        changed_linears = {
             name: module
             for name, module in linears(copy).items()
-            if isinstance(module, CompressedLinear) and not _same(module, known[name])
+            if isinstance(module, CompressedLinear) and not _same(module, base_linears[name])
         }
-        within = tuple(f"{name}." for name in found)
-        kept = {name: tensor for name, tensor in copy.state_dict().items() if not name.startswith(within)}
-        changed = [name for name, tensor in kept.items() if name not in before or not torch.equal(tensor, before[name])]
+        within = tuple(f"{name}." for name in changed_linears)
+        other_tensors = {name: tensor for name, tensor in copy.state_dict().items() if not name.startswith(within)}
+        changed = [
+            name
+            for name, tensor in other_tensors.items()
+            if name not in base_tensors or not torch.equal(tensor, base_tensors[name])
+        ]
         if changed:
             raise TargetError(
                 f"--choice {type(step).key()}: changes {changed[0]} too, so a layer cannot be measured alone; use a "
                 "pass that changes linears only"
             )
-        if not found:
+        if not changed_linears:
             raise TargetError(f"--choice {type(step).key()}: changes no linear")
-        return found
+        return changed_linears
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class ReferenceWindow:
     window: Batch
     inputs: list[Tensor]
     calls: dict[int, Call]
-    kept: SampledDistribution
+    distribution: SampledDistribution
     loss: float
 
 
@@ -196,30 +202,30 @@ class Reference:
         shell, windows = ModelShell(opened), []
         shell.check()
         for window in examples.to(opened.device):
-            seen = shell.capture(window)
-            inputs = [seen.hidden]
+            captured = shell.capture(window)
+            inputs = [captured.hidden]
             for block in opened.blocks:
-                inputs.append(seen.calls[block.index].run(block.module, inputs[-1]))
+                inputs.append(captured.calls[block.index].run(block.module, inputs[-1]))
             logits = shell.logits(window, inputs[-1])[0]
-            kept = SampledDistribution.of(logits, TOP_K)
-            windows.append(ReferenceWindow(window, inputs[:-1], seen.calls, kept, loss_of(logits, window)))
+            distribution = SampledDistribution.of(logits, TOP_K)
+            windows.append(ReferenceWindow(window, inputs[:-1], captured.calls, distribution, loss_of(logits, window)))
         return cls(model, shell, opened.blocks, windows)
 
-    def divergences(self, first: int) -> list[tuple[float, float]]:
-        """(KL divergence, increase of the loss) per window, of a model that differs from block `first` on."""
-        found = []
+    def divergences(self, start: int) -> list[tuple[float, float]]:
+        """Return (KL divergence, increase of the loss) per window, of a model that differs from block `start` on."""
+        measured = []
         for reference in self.windows:
-            hidden = reference.inputs[first]
-            for block in self.blocks[first:]:
+            hidden = reference.inputs[start]
+            for block in self.blocks[start:]:
                 hidden = reference.calls[block.index].run(block.module, hidden)
             logits = self.shell.logits(reference.window, hidden)[0]
-            kl = reference.kept.divergence(logits)[0].mean()
-            found.append((float(kl), loss_of(logits, reference.window) - reference.loss))
-        return found
+            kl = reference.distribution.divergence(logits)[0].mean()
+            measured.append((float(kl), loss_of(logits, reference.window) - reference.loss))
+        return measured
 
 
-def _same(module: CompressedLinear, before: nn.Module) -> bool:
-    return isinstance(before, CompressedLinear) and before.sha256() == module.sha256()
+def _same(module: CompressedLinear, original: nn.Module) -> bool:
+    return isinstance(original, CompressedLinear) and original.sha256() == module.sha256()
 
 
 def loss_of(logits: Tensor, window: Batch) -> float:
@@ -234,22 +240,22 @@ def installed(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
     def put(name: str, module: nn.Module) -> nn.Module:
         parent, _, leaf = name.rpartition(".")
         holder = block.get_submodule(parent)
-        before = holder.get_submodule(leaf)
+        replaced = holder.get_submodule(leaf)
         setattr(holder, leaf, module)
-        return before
+        return replaced
 
-    before = {name: put(name, module) for name, module in modules.items()}
+    replaced = {name: put(name, module) for name, module in modules.items()}
     try:
         yield
     finally:
-        for name, module in before.items():
+        for name, module in replaced.items():
             put(name, module)
 
 
 def _measure(
     choice: str, step: Pass, reference: Reference, source: Source, level: Level, results: Results, journal: Journal
 ) -> list[Sensitivity]:
-    """The sensitivities of a choice, in the order of the model."""
+    """Return the sensitivities of a choice, in the order of the model."""
     changed = source.compressed(step, reference.model)
     units: list[tuple[str, int, dict[str, CompressedLinear]]] = []
     for index, block in enumerate(reference.blocks):
@@ -260,18 +266,18 @@ def _measure(
             units += [(f"{block.name}.{name}", index, {name: module}) for name, module in inside.items()]
 
     def compute(missing: list[tuple[str, int, dict[str, CompressedLinear]]]) -> None:
-        for done, (name, index, modules) in enumerate(missing, start=1):
+        for count, (name, index, modules) in enumerate(missing, start=1):
             with installed(reference.blocks[index].module, modules):
                 results.put([(name, reference.divergences(index))])
-            journal.add("progress", "sensitivity", f"sensitivity to {choice}", done=done, of=len(missing))
+            journal.add("progress", "sensitivity", f"sensitivity to {choice}", done=count, of=len(missing))
 
     values = results.fill(units, lambda unit: unit[0], compute)
-    found = []
+    sensitivities = []
     for (name, _, modules), windows in zip(units, values, strict=True):
         sizes = {n: m.shape[0] * m.shape[1] for n, m in modules.items()}
         stored = sum(m.scheme.size_bytes(torch.float16) for m in modules.values())
         kl, loss = (mean([window[i] for window in windows]) for i in (0, 1))
-        found.append(
+        sensitivities.append(
             Sensitivity(
                 name=name,
                 choice=choice,
@@ -284,7 +290,7 @@ def _measure(
             )
         )
     gc.collect()  # the copy of the model contains reference cycles
-    return found
+    return sensitivities
 
 
 def allocate(measured: Sensitivities, bits: float) -> Pass:

@@ -55,8 +55,8 @@ def fused_sets(opened: OpenModel) -> FusedSets:
                 empty = copy.deepcopy(block.module).to("meta")
                 args: Any = send_to_device(call.args, "meta")
                 kwargs: Any = send_to_device(call.kwargs, "meta")
-                there = Call(args, kwargs, call.keyword)
-                groups = find_groups(empty, partial(_on_meta, there, hidden))
+                meta_call = Call(args, kwargs, call.keyword)
+                groups = find_groups(empty, partial(_on_meta, meta_call, hidden))
                 sets[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
     return sets
 
@@ -73,7 +73,7 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def check_servers(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
+    """Return notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
     Raises TargetError for recipes that say so (`save.tensor_parallel`), and if
     groups or packed words do not divide over the devices.
@@ -88,7 +88,7 @@ def check_servers(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     if differing:
         sets = fused_sets(resolved.opened)
         reasons = (_unlike(sets, block.name, frozenset(linears(block.module)), schemes) for block in form.blocks)
-        reason = next((found for found in reasons if found is not None), None)
+        reason = next((text for text in reasons if text is not None), None)
     if reason is not None and parts is not None:
         raise TargetError(f"save: tensor_parallel: {parts}: {reason}; give them the same options")
     if parts is not None and parts > 1:
@@ -127,35 +127,35 @@ def _stated(scheme: LayerScheme) -> tuple[object, ...]:
 
 
 def _unlike(sets: FusedSets, block: str, kind: frozenset[str], schemes: Mapping[str, LayerScheme]) -> str | None:
-    """Why servers refuse the layers of a block; None if the layers of each set are stored alike.
+    """Return why servers refuse the layers of a block; None if the layers of each set are stored alike.
 
     kind: the names of its linears inside the block. schemes: of its linears by full names, and of others.
     """
     for names in sets.get(kind, ()):
         members = {name: schemes[name] for name in (f"{block}.{inside}" for inside in names)}
-        first = next(iter(members))
-        other = next((name for name in members if _stated(members[name]) != _stated(members[first])), None)
-        if other is not None:
+        reference = next(iter(members))
+        different = next((name for name in members if _stated(members[name]) != _stated(members[reference])), None)
+        if different is not None:
             texts = [f"{n.rpartition('.')[2]}: {'dense' if s.plain else s.text}" for n, s in members.items()]
             return (
-                f"{other} is stored otherwise than {first} ({', '.join(texts)}); servers such as vLLM compute "
+                f"{different} is stored otherwise than {reference} ({', '.join(texts)}); servers such as vLLM compute "
                 "linears with the same input as one, and refuse a checkpoint in which these differ"
             )
     return None
 
 
 def _check_split(parts: int, form: OpenModel, format_: Format, schemes: Mapping[str, LayerScheme]) -> None:
-    where = f"save: tensor_parallel: {parts}"
+    prefix = f"save: tensor_parallel: {parts}"
     reason = format_.unsplit()
     if reason is not None:
-        raise TargetError(f"{where}: {reason}; write tensor_parallel: 1")
+        raise TargetError(f"{prefix}: {reason}; write tensor_parallel: 1")
     split = {name: _Split(name, scheme.shape, format_.units(scheme), form) for name, scheme in schemes.items()}
-    for one in split.values():
-        reason = one.reason(parts)
+    for layer in split.values():
+        reason = layer.reason(parts)
         if reason is not None:
-            able = [n for n in range(1, MOST + 1) if not any(other.reason(n) for other in split.values())]
+            able = [n for n in range(1, MOST + 1) if not any(candidate.reason(n) for candidate in split.values())]
             raise TargetError(
-                f"{where}: {one.name}: {reason}; these numbers work for all layers: {', '.join(map(str, able))}; or "
+                f"{prefix}: {layer.name}: {reason}; these numbers work for all layers: {', '.join(map(str, able))}; or "
                 "use a smaller group_size, or group_size: channel"
             )
 
@@ -173,24 +173,24 @@ class _Split:
         self.shared = groups if groups is not None and groups != self.heads and shape[0] == groups * width else None
 
     def reason(self, parts: int) -> str | None:
-        """Why it cannot be split into so many parts; None if it can."""
+        """Return why it cannot be split into so many parts; None if it can."""
         if self.heads is not None and self.heads % parts:
             return f"{self.heads} attention heads do not split over {parts} devices"
         if self.shared is not None and self.shared % parts and parts % self.shared:
             return f"{self.shared} heads of keys and values do not split over {parts} devices"
-        for way, what, size, unit in zip(
+        for way, features, size, unit in zip(
             ("rows", "columns"), ("outputs", "inputs"), self.shape, self.units, strict=True
         ):
             count = parts if self.shared is None or way == "columns" else min(parts, self.shared)
             if way in self.ways and size % (count * unit):
                 of = "" if unit == 1 else f" of whole groups or words of {unit}"
-                return f"{size} {what} do not split into {count} equal parts{of}"
+                return f"{size} {features} do not split into {count} equal parts{of}"
         return None
 
 
 def _ways(name: str, plan: Mapping[str, str]) -> set[str]:
-    """Whether a linear is split by rows or by columns, by the plan of its model; both if it has none."""
+    """Return whether a linear is split by rows or by columns, by the plan of its model; both if it has none."""
     if not plan:
         return {"rows", "columns"}
-    found = next((way for pattern, way in plan.items() if fnmatchcase(name, f"*{pattern}")), "")
-    return {"rows"} if "colwise" in found else {"columns"} if "rowwise" in found else set()
+    style = next((way for pattern, way in plan.items() if fnmatchcase(name, f"*{pattern}")), "")
+    return {"rows"} if "colwise" in style else {"columns"} if "rowwise" in style else set()

@@ -48,20 +48,22 @@ def take_in_compressed(opened: OpenModel, run: Run) -> None:
 
 
 def maps_ends(recipe: Recipe) -> bool:
-    """Whether embedding and head may stay mapped, in a narrower dtype of their file (`Checkpoint.narrow_ends`).
+    """Return whether embedding and head may stay mapped, in a narrower dtype of their file (`Checkpoint.narrow_ends`).
 
     Not if a pass or a survey computes with the whole model, or if they are rounded: by the format, or to a dtype.
     """
     surveys = [step.survey() for step in recipe.passes]
-    whole = any(isinstance(step, ModelPass) for step in recipe.passes) or any(each and each.whole for each in surveys)
-    return not whole and recipe.save.dtype == "auto" and recipe.save.target().file is None
+    uses_whole_model = any(isinstance(step, ModelPass) for step in recipe.passes) or any(
+        survey and survey.whole for survey in surveys
+    )
+    return not uses_whole_model and recipe.save.dtype == "auto" and recipe.save.target().file is None
 
 
 def original_of(source: str) -> str:
-    """The model that a chain of runs started with, by the recipes in their folders; `source` if no run wrote it."""
-    seen: set[str] = set()
-    while source not in seen:
-        seen.add(source)
+    """Return the model that a chain of runs started with, by their recipes; `source` if no run wrote it."""
+    visited: set[str] = set()
+    while source not in visited:
+        visited.add(source)
         folder = Path(expanduser(source))
         try:
             written = (folder / SUMS).exists()  # by a run
@@ -74,10 +76,10 @@ def original_of(source: str) -> str:
 
 
 def open_teacher(
-    recipe: Recipe, opened: OpenModel, other: str | None = None
+    recipe: Recipe, opened: OpenModel, source: str | None = None
 ) -> AbstractContextManager[PreTrainedModel]:
     """Open a teacher by its source; None: the uncompressed model, also if the run starts with a compressed one."""
-    return open_source(original_of(recipe.model) if other is None else other, recipe, opened)
+    return open_source(original_of(recipe.model) if source is None else source, recipe, opened)
 
 
 def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
@@ -91,9 +93,9 @@ def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractConte
 
     The time in which it waits for the disk is added to that of `opened`.
     """
-    found = open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget")
-    found.weights.reading = opened.weights.reading
-    return found.streaming()
+    teacher = open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget")
+    teacher.weights.reading = opened.weights.reading
+    return teacher.streaming()
 
 
 def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:

@@ -45,10 +45,10 @@ def start_recipe(
         raise OutputError(f"{path}: is there already; write another name after -o, or --overwrite to replace it")
     start = choose(read_target(target))
     spell = partial(_spelled, start, model, target, path, source)
-    made = _fitted(start, path, spell) if check else Started(path, start, spell())
+    started = _fitted(start, path, spell) if check else Started(path, start, spell())
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, made.text)
-    return made
+    write_text(path, started.text)
+    return started
 
 
 def _spelled(
@@ -65,11 +65,11 @@ def _spelled(
 
 
 def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = "perplexity") -> Started:
-    """The first variant that can be planned. Raises the error of the last one where there is none.
+    """Return the first variant that can be planned. Raises the error of the last one where there is none.
 
     A model without a language-model head gets agreement in place of perplexity.
     """
-    first = last = None
+    first_error = last_error = None
     for group, length, changed in _variants(start):
         text = spell(group, length, measure)
         try:
@@ -79,12 +79,12 @@ def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = 
                 raise
             return _fitted(start, path, spell, "agreement")
         except (TargetError, CalibrationError) as error:
-            first, last = first or error, error
+            first_error, last_error = first_error or error, error
             continue
-        reason = "" if first is None else f"; otherwise: {first}"
+        reason = "" if first_error is None else f"; otherwise: {first_error}"
         return Started(path, start, text, tuple(f"{option}{reason}" for option in changed), planned)
-    assert last is not None
-    raise last
+    assert last_error is not None
+    raise last_error
 
 
 def _variants(start: Start) -> Iterator[tuple[int | None, int, tuple[str, ...]]]:

@@ -25,27 +25,27 @@ PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every bloc
 Wanted = TypeVar("Wanted", Evaluate, Evaluate | None)
 
 
-def texts_of(wanted: Evaluate | None, model: PreTrainedModel) -> tuple[TextSource | str, ...]:
-    """The texts to evaluate a model on; empty for `eval: null`. Raises RecipeError for texts that do not suit it."""
-    return () if wanted is None else wanted.texts_for(not is_headless(model), described(model))
+def texts_of(settings: Evaluate | None, model: PreTrainedModel) -> tuple[TextSource | str, ...]:
+    """Return the texts to evaluate a model on; empty for `eval: null`. Raises RecipeError for unsuitable texts."""
+    return () if settings is None else settings.texts_for(not is_headless(model), described(model))
 
 
-def suited(wanted: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str, ...]]:
-    """The evaluation without what a suite has and the model cannot answer, and a note on what is left out.
+def suited(settings: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str, ...]]:
+    """Return the evaluation without what a suite has and the model cannot answer, and a note on what is left out.
 
     Raises RecipeError where the recipe itself states it.
     """
     unfit: dict[str, Any] = {} if answers_prompts(model) else {"generation": False, "speed": False}
     unfit |= {} if answers_tasks(model) else {"tasks": ()}
-    asked = [name for name in unfit if wanted is not None and getattr(wanted, name)]
-    if wanted is None or not asked:
-        return wanted, ()
-    for name in asked:
-        if name in wanted.model_fields_set:
-            what = "answers no tasks, which need next tokens" if name == "tasks" else "answers no prompts of text"
-            raise RecipeError(f"eval {name}: {described(model)} and {what}; leave {name} out", ("eval", name))
-    note = f"{described(model)}, so {' and '.join(asked)} of the suite are left out"
-    return wanted.model_copy(update={name: unfit[name] for name in asked}), (note,)
+    unanswered = [name for name in unfit if settings is not None and getattr(settings, name)]
+    if settings is None or not unanswered:
+        return settings, ()
+    for name in unanswered:
+        if name in settings.model_fields_set:
+            reason = "answers no tasks, which need next tokens" if name == "tasks" else "answers no prompts of text"
+            raise RecipeError(f"eval {name}: {described(model)} and {reason}; leave {name} out", ("eval", name))
+    note = f"{described(model)}, so {' and '.join(unanswered)} of the suite are left out"
+    return settings.model_copy(update={name: unfit[name] for name in unanswered}), (note,)
 
 
 def check_texts(recipe: Recipe, opened: OpenModel) -> None:
@@ -54,13 +54,13 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
     Raises CalibrationError: a missing file, an unknown source, sequences longer than the model's positions, no
     tokenizer.
     """
-    known = opened.model, opened.tokenizer
+    text_reader = opened.model, opened.tokenizer
     for text, count in recipe.calibration.texts():
-        check_text(*known, text, "calibration", count, recipe.calibration.length)
+        check_text(*text_reader, text, "calibration", count, recipe.calibration.length)
     if recipe.eval is not None:
         for text in texts_of(recipe.eval, opened.model):
             check_stride(opened.model, recipe.eval.stride)
-            check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
+            check_text(*text_reader, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
 
 
 def calibration_examples(recipe: Recipe, opened: OpenModel) -> tuple[Examples, list[TextUse]]:
@@ -92,13 +92,13 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
 
 
 def eval_examples(recipe: Recipe, opened: OpenModel) -> list[Sample]:
-    """The windows of every evaluation text, and its use; empty for `eval: null`.
+    """Return the windows of every evaluation text, and its use; empty for `eval: null`.
 
     The names of tasks are checked, too (`check_tasks`).
     """
-    wanted, known = recipe.eval, (opened.model, opened.tokenizer)
-    if wanted is None:
+    settings, text_reader = recipe.eval, (opened.model, opened.tokenizer)
+    if settings is None:
         return []
-    check_tasks(wanted)
-    shape = wanted.windows, wanted.length, wanted.stride
-    return [evaluation_examples(*known, text, *shape, recipe.seed) for text in texts_of(wanted, opened.model)]
+    check_tasks(settings)
+    shape = settings.windows, settings.length, settings.stride
+    return [evaluation_examples(*text_reader, text, *shape, recipe.seed) for text in texts_of(settings, opened.model)]

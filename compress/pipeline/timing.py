@@ -77,18 +77,18 @@ def timing(resolved: ResolvedRecipe, measure: bool) -> Timing | None:
 
 
 def predicted(resolved: ResolvedRecipe, measured: Trial) -> Timing:
-    """The seconds of a run from a trial of it."""
+    """Return the seconds of a run from a trial of it."""
     recipe, opened, steps = resolved.recipe, resolved.opened, resolved.steps
     block, blocks = chosen_block(opened.blocks, steps), len(opened.blocks)
     weights = {name: prod(shape) for name, shape in layer_shapes(opened).items()}
     batches, options = batches_of(resolved), {label: (step, names) for label, step, names in steps}
-    whole = measured.before.seconds(blocks) / measured.before.seconds(1)
+    depth_ratio = measured.before.seconds(blocks) / measured.before.seconds(1)
     phases: dict[str, float] = {}
     for name, rate in measured.rates.items():
         step, names = options.get(name, (None, ()))
         mine = sum(weights[n] for n in names if n.startswith(f"{block.name}."))
         scale = sum(weights[n] for n in names) / mine if mine else float(blocks)
-        scale = whole if isinstance(step, ModelPass) else 1.0 if name in ONCE else scale
+        scale = depth_ratio if isinstance(step, ModelPass) else 1.0 if name in ONCE else scale
         phases[name] = scale * rate.seconds(batches, count_of(step))
     unknown: list[str] = []
     windows = windows_of(resolved, unknown)
@@ -105,24 +105,24 @@ def count_of(step: Pass | None) -> int:
 
 
 def batches_of(resolved: ResolvedRecipe) -> float:
-    """The number of calibration batches of a run."""
-    asked = resolved.recipe.calibration
-    sequences, _ = extent(asked, asked.sequences, asked.length)
-    return ceil(sequences / asked.batch) if calibrates(resolved.steps) else 1
+    """Return the number of calibration batches of a run."""
+    calibration = resolved.recipe.calibration
+    sequences, _ = extent(calibration, calibration.sequences, calibration.length)
+    return ceil(sequences / calibration.batch) if calibrates(resolved.steps) else 1
 
 
 def window_of(resolved: ResolvedRecipe) -> int:
-    """The tokens of an evaluation window."""
-    asked = resolved.recipe.eval
-    texts = texts_of(asked, resolved.opened.model)
-    return (extent(texts[0], None, asked.length)[1] if texts and asked else 0) or WINDOW
+    """Return the tokens of an evaluation window."""
+    settings = resolved.recipe.eval
+    texts = texts_of(settings, resolved.opened.model)
+    return (extent(texts[0], None, settings.length)[1] if texts and settings else 0) or WINDOW
 
 
 def windows_of(resolved: ResolvedRecipe, unknown: list[str]) -> int:
-    """The number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
-    total, asked = 0, resolved.recipe.eval
-    for text in texts_of(asked, resolved.opened.model):
-        count = extent(text, asked.windows, asked.length)[0] if asked else 0
+    """Return the number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
+    total, settings = 0, resolved.recipe.eval
+    for text in texts_of(settings, resolved.opened.model):
+        count = extent(text, settings.windows, settings.length)[0] if settings else 0
         if not count:
             unknown.append(f"the evaluation on all windows of {as_source(text).label}")
         total += count
@@ -138,7 +138,7 @@ def known(path: Path) -> Trial | None:
 
 
 def kept_file(resolved: ResolvedRecipe) -> Path:
-    """The file of the trial of this machine, model shape and passes, in the user's cache of models."""
+    """Return the file of the trial of this machine, model shape and passes, in the user's cache of models."""
     from huggingface_hub.constants import HF_HOME
 
     recipe, steps = resolved.recipe, resolved.steps
@@ -149,6 +149,6 @@ def kept_file(resolved: ResolvedRecipe) -> Path:
     for (_, step, _), (_, options) in zip(steps, passes, strict=True):
         if step.repeats is not None and repeated(step) is not None:
             options.pop(step.repeats)  # a trial takes few steps, whatever the recipe asks for
-    asked = recipe.calibration
-    texts = asked.batch, extent(asked, 1, asked.length)[1], window_of(resolved)
+    calibration = recipe.calibration
+    texts = calibration.batch, extent(calibration, 1, calibration.length)[1], window_of(resolved)
     return Path(HF_HOME) / KEPT / f"{digest_of(machine, versions, shapes, passes, texts)}.json"

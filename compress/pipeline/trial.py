@@ -116,17 +116,17 @@ class Bench:
         opened.weights.bring(block)
         try:
             names = renumbered(opened.model, [block.index])
-            held = tensors(opened.model)
+            values = tensors(opened.model)
             config = with_blocks(opened.model, [block.index])
-            model = build(opened.model, config, {new: held[old] for old, new in names.items()})
+            model = build(opened.model, config, {new: values[old] for old, new in names.items()})
             model = copy.deepcopy(model)  # the tensors are those of the opened model
         finally:
             opened.weights.release(block)
         short = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in names.items()}
         mine = [(label, step, [short[name] for name in names if name in short]) for label, step, names in steps]
-        asked = resolved.recipe.calibration
-        sequences, length = extent(asked, asked.sequences, asked.length)
-        batch = min(asked.batch, sequences) if calibrates(steps) else 1
+        calibration = resolved.recipe.calibration
+        sequences, length = extent(calibration, calibration.sequences, calibration.length)
+        batch = min(calibration.batch, sequences) if calibrates(steps) else 1
         return cls(resolved, model, [step for step in mine if step[2]], batch, measured_tokens(steps, length))
 
     def run(self, batches: int, times: int) -> tuple[dict[str, float], PreTrainedModel]:
@@ -147,16 +147,16 @@ def trial(resolved: ResolvedRecipe, window: int) -> Trial:
     Raises the errors of its passes, and ModelError where a model of one block says nothing about the run.
     """
     bench = Bench.of(resolved)
-    before = forward(bench.model, window)
-    one, model = bench.run(1, 1)
+    original = forward(bench.model, window)
+    base, model = bench.run(1, 1)
     two, _ = bench.run(2, 1)
-    more = bench.run(1, 2)[0] if any(repeated(step) for _, step, _ in bench.steps) else one
+    more = bench.run(1, 2)[0] if any(repeated(step) for _, step, _ in bench.steps) else base
     rates = {
         name: Rate(seconds, max(0.0, two[name] - seconds), max(0.0, more[name] - seconds) / STEPS)
-        for name, seconds in one.items()
+        for name, seconds in base.items()
         if name in two and name in more
     }
-    return Trial(rates, before, forward(model, window))
+    return Trial(rates, original, forward(model, window))
 
 
 def forward(model: PreTrainedModel, length: int) -> Forward:
@@ -167,22 +167,22 @@ def forward(model: PreTrainedModel, length: int) -> Forward:
         work = partial(measure_window, model, window, 0, WindowTask(objective_of(model, None)))
     hidden = shell.capture(window).hidden
     work()
-    whole = _seconds(work)
+    model_seconds = _seconds(work)
     plain = _seconds(lambda: shell.logits(window, shell.capture(window).hidden))
     calls = shell.capture(window).calls
     with torch.no_grad():
         block = _seconds(lambda: calls[0].run(opened.blocks[0].module, hidden))
-    return Forward(block, max(whole - block, plain))
+    return Forward(block, max(model_seconds - block, plain))
 
 
 def _seconds(work: Any) -> float:
-    """The least seconds of two calls."""
-    found = []
+    """Return the least seconds of two calls."""
+    times = []
     for _ in range(2):
         begin = perf_counter()
         work()
-        found.append(perf_counter() - begin)
-    return min(found)
+        times.append(perf_counter() - begin)
+    return min(times)
 
 
 def random_examples(model: PreTrainedModel, count: int, length: int) -> Examples:

@@ -87,12 +87,12 @@ def verify(
     batch = Batch.of_tensors(reference)
     logits = logits_of(model, batch).cpu()
     effect = _rounding_effect(model, batch, logits)
-    own = _compare("compress.load", logits, reference["logits"], folder, TOLERANCE, effect)
+    difference = _compare("compress.load", logits, reference["logits"], folder, TOLERANCE, effect)
     format_ = recipe.save.target()
     skipped = not_asked(recipe)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
-        return Verified(len(digests), own, None, skipped), model
+        return Verified(len(digests), difference, None, skipped), model
     schemes = {name: CompressedLinear.of(layer).scheme for name, layer in linears(model).items()}
     stated = stated_policy(model, cache_policies(model), format_) is not None
     reason = unreadable(recipe, model, schemes, dtype, stated) or _no_memory(model, dtype, folder, run.device)
@@ -106,20 +106,20 @@ def verify(
         run.journal.add(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
-    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
-    _cast_dequantized(other, dtype, run)
-    _copy_cache_policies(model, other, run)
-    _dequantize_on_demand(other)
-    logits = logits_of(other, batch).cpu()
+    reloaded = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
+    _cast_dequantized(reloaded, dtype, run)
+    _copy_cache_policies(model, reloaded, run)
+    _dequantize_on_demand(reloaded)
+    logits = logits_of(reloaded, batch).cpu()
     tolerance = ROUNDED_TOLERANCE if kinds else TOLERANCE
     theirs = _compare("transformers", logits, reference["logits"], folder, tolerance, effect)
-    open_experts(other)
+    open_experts(reloaded)
     for name in digests:
-        with _dequantized(other.get_submodule(name)):
-            _same_weight(name, model.get_submodule(name), other.get_submodule(name), dtype, folder, format_)
-    del other
+        with _dequantized(reloaded.get_submodule(name)):
+            _same_weight(name, model.get_submodule(name), reloaded.get_submodule(name), dtype, folder, format_)
+    del reloaded
     gc.collect()  # the model contains reference cycles
-    return Verified(len(digests), own, theirs, None), model
+    return Verified(len(digests), difference, theirs, None), model
 
 
 def check_size(folder: Path, written_bytes: int, planned_bytes: int) -> None:
@@ -144,11 +144,11 @@ def _rounding_effect(model: nn.Module, batch: Batch, logits: Tensor) -> float:
             layer.round_inputs(rounding)
 
 
-def _copy_cache_policies(model: nn.Module, other: nn.Module, run: Run) -> None:
-    """Copy the cache policies that transformers does not read from the checkpoint to `other`, which it loaded."""
-    names = [name for name in cache_policies(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
+def _copy_cache_policies(model: nn.Module, reloaded: nn.Module, run: Run) -> None:
+    """Copy the cache policies that transformers does not read from the checkpoint to `reloaded`, which it loaded."""
+    names = [name for name in cache_policies(model) if not hasattr(reloaded.get_submodule(name), "quantization_scheme")]
     for name in names:
-        copy_policy(model.get_submodule(name), other.get_submodule(name))
+        copy_policy(model.get_submodule(name), reloaded.get_submodule(name))
     if names:
         message = "transformers does not read this cache policy, so it was installed for the comparison"
         run.journal.add("note", "verify", message, attentions=len(names))
@@ -159,27 +159,27 @@ def _cast_dequantized(model: nn.Module, dtype: torch.dtype, run: Run) -> None:
 
     transformers 5.17 and 5.18 leave 4-bit floats in bfloat16, so that a float32 model cannot multiply by them.
     """
-    left = [
+    mismatched = [
         layer
         for layer in model.modules()
         if hasattr(layer, "quantization_status") and not _is_packed(layer) and not any(layer.children())
         if layer.weight.dtype != dtype
     ]
-    for layer in left:
+    for layer in mismatched:
         weight = nn.Parameter(layer.get_parameter("weight").detach().to(dtype), requires_grad=False)
         del layer.weight  # compressed-tensors would copy into it, in its dtype
         layer.weight = weight
-    if left:
+    if mismatched:
         message = "this version of transformers runs these weights in their own dtype only: cast for the comparison"
-        run.journal.add("note", "verify", message, layers=len(left))
+        run.journal.add("note", "verify", message, layers=len(mismatched))
 
 
 def _dequantize_on_demand(model: nn.Module) -> None:
     """Make compressed-tensors dequantize each layer while it runs, not the whole model in the first forward pass."""
-    whole = getattr(model, "ct_decompress_hook", None)
-    if whole is None:
+    hook = getattr(model, "ct_decompress_hook", None)
+    if hook is None:
         return  # dequantized already, or not quantized
-    whole.remove()
+    hook.remove()
     for layer in model.modules():
         if _is_packed(layer):
             _dense_while_it_runs(layer)
@@ -229,11 +229,11 @@ def _compressed_layers(model: nn.Module) -> list[CompressedLinear]:
 
 
 def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
-    """The reason why the memory is too small for transformers, which dequantizes all weights; None if it fits."""
+    """Return why the memory is too small for transformers, which dequantizes all weights; None if it fits."""
     layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
     inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
-    rest = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
-    weights = sum(rest.values()) + sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    dense_sizes = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
+    weights = sum(dense_sizes.values()) + sum(layer.shape[0] * layer.shape[1] for layer in layers)
     needed = weights * dtype.itemsize + tensor_file_bytes(folder)
     free = available_bytes(device)
     if needed <= free:
@@ -262,14 +262,14 @@ def _transformers_model(
 
 
 def _compare(reader: str, logits: Tensor, reference: Tensor, folder: Path, tolerance: float, effect: float) -> float:
-    """The largest absolute difference of logits.
+    """Return the largest absolute difference of logits.
 
     Raises VerificationError when it exceeds the tolerance, relative to the largest logit, and twice the effect of
     activation quantization.
     """
-    wanted = reference.float()
-    difference = float((logits - wanted).abs().max())
-    if not difference <= tolerance * max(float(wanted.abs().max()), 1.0) + 2 * effect:
+    expected = reference.float()
+    difference = float((logits - expected).abs().max())
+    if not difference <= tolerance * max(float(expected.abs().max()), 1.0) + 2 * effect:
         raise VerificationError(
             f"{folder}: reloaded by {reader}, the model's outputs differ by up to {difference:.3g} "
             "from the computed ones"

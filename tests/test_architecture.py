@@ -228,7 +228,7 @@ VAGUE = {
 """Pronouns and participles: a name says what a thing is."""
 VAGUE_SHARE = 0.015
 """The largest share of such names among the names that a folder binds."""
-VAGUELY_NAMED = {"checkpoint", "data", "models", "pipeline"}
+VAGUELY_NAMED = {"checkpoint", "pipeline"}
 """Folders whose names are still to be changed."""
 
 REPORT = "report.json"

@@ -228,7 +228,7 @@ VAGUE = {
 """Pronouns and participles: a name says what a thing is."""
 VAGUE_SHARE = 0.015
 """The largest share of such names among the names that a folder binds."""
-VAGUELY_NAMED = {"checkpoint", "pipeline"}
+VAGUELY_NAMED = {"pipeline"}
 """Folders whose names are still to be changed."""
 
 REPORT = "report.json"

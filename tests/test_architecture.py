@@ -228,8 +228,6 @@ VAGUE = {
 """Pronouns and participles: a name says what a thing is."""
 VAGUE_SHARE = 0.015
 """The largest share of such names among the names that a folder binds."""
-VAGUELY_NAMED = {"checkpoint", "data", "models", "sweep"}
-"""Folders whose names are still to be changed."""
 
 REPORT = "report.json"
 REPORT_FILES = {
@@ -786,7 +784,7 @@ def share_of_folder(folder: str) -> float:
 
 def test_names_say_what_a_thing_is():
     folders = {module.split(".")[1] for module in FILES if module.count(".") > 1}
-    shares = {folder: share_of_folder(folder) for folder in folders - VAGUELY_NAMED}
+    shares = {folder: share_of_folder(folder) for folder in folders}
     assert len(shares) > 8 and {folder: share for folder, share in shares.items() if share > VAGUE_SHARE} == {}
 
 
@@ -971,7 +969,6 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in LATE_IMPORTS if not late_imports(tree_of(m))] == []
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
-    assert [folder for folder in VAGUELY_NAMED if share_of_folder(folder) <= VAGUE_SHARE] == []
     assert [m for m in REPORT_FILES if not report_readers(tree_of(m))] == []
     assert [m for m in MANY_CAUGHT if not many_caught(tree_of(m))] == []
     assert [m for m in TENSOR_FILES if not tensor_writers(tree_of(m))] == []

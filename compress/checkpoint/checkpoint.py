@@ -195,7 +195,7 @@ class Checkpoint:
 
     @cached_property
     def schemes(self) -> dict[str, LayerScheme]:
-        """Scheme of every compressed layer, by name."""
+        """Return the scheme of every compressed layer, by name."""
         if self.format is None:
             return {}
         model = self.skeleton()
@@ -213,8 +213,10 @@ class Checkpoint:
                 if name not in shapes:
                     raise ValueError(f"{name} is no linear of the model")
                 if scheme.shape != shapes[name]:
-                    here, there = list(shapes[name]), list(scheme.shape)
-                    raise ModelError(f"model: {name} is {there} in the checkpoint, but {here} by its config.json")
+                    model_shape, stored_shape = list(shapes[name]), list(scheme.shape)
+                    raise ModelError(
+                        f"model: {name} is {stored_shape} in the checkpoint, but {model_shape} by its config.json"
+                    )
                 call_foreign(scheme.check)
         except (ValueError, CannotRun) as error:
             raise _unreadable("quantization_config", error) from error
@@ -278,10 +280,10 @@ class Checkpoint:
         model, prefixes = self.skeleton(), tuple(f"{block.name}." for block in blocks)
         schemes = {name: scheme for name, scheme in self.schemes.items() if not name.startswith(prefixes)}
         end_names = {end.name for end in find_ends(model)} if schemes else set()
-        if others := [name for name in schemes if name not in end_names]:
+        if misplaced := [name for name in schemes if name not in end_names]:
             raise ModelError(
-                f"model: {self.source} has a quantized {others[0]}, outside of its blocks, where passes do not work; "
-                "start from its dense model"
+                f"model: {self.source} has a quantized {misplaced[0]}, outside of its blocks, where passes do not "
+                "work; start from its dense model"
             )
         install_policies(model, "", self.tensors, self.caches)
         ends = self.narrow_ends(model) if narrow_ends and self.format is None else {}
@@ -322,9 +324,9 @@ class Checkpoint:
             ModelError: for tensors that are missing or have another shape, and for compressed layers.
         """
         model = self.skeleton()
-        wanted = sum(tensor.numel() for tensor in model.state_dict(keep_vars=True).values())
+        expected_count = sum(tensor.numel() for tensor in model.state_dict(keep_vars=True).values())
         stored = sum(place.header.count for place in self.stored.values())
-        if self.schemes or wanted > 2 * stored + SMALL_MODEL:
+        if self.schemes or expected_count > 2 * stored + SMALL_MODEL:
             raise self.lacking()
         tensors = StoredTensors(self.stored, self.dtype, CPU).read_raw(self.stored)
         try:
@@ -335,8 +337,10 @@ class Checkpoint:
             raise ModelError(f"model: transformers cannot load {self.folder}: {error.cause}") from error
         built, info = loaded
         if info["mismatched_keys"]:
-            name, there, here = min(info["mismatched_keys"])
-            raise ModelError(f"model: {name} is {list(there)} in {self.folder}, but {list(here)} by its config.json")
+            name, stored_shape, model_shape = min(info["mismatched_keys"])
+            raise ModelError(
+                f"model: {name} is {list(stored_shape)} in {self.folder}, but {list(model_shape)} by its config.json"
+            )
         if missing := sorted(info["missing_keys"]):
             raise ModelError(
                 f"model: {self.folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again"

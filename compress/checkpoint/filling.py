@@ -68,12 +68,12 @@ class Filling:
         cls, model: PreTrainedModel, config: Mapping[str, Any], files: Sequence[Path], dtype: torch.dtype | None
     ) -> Filling:
         """Prepare a model on the meta device. Raises ModelError for a config or files that do not fit the model."""
-        other = next((path for path in files if path.suffix != ".safetensors"), None)
-        if not files or other is not None:
+        unsupported = next((path for path in files if path.suffix != ".safetensors"), None)
+        if not files or unsupported is not None:
             source = model.config.name_or_path or "this model"
             raise ModelError(
                 f"model: {source} is in format native, whose weights are safetensors files, but they are to be loaded "
-                f"from {other or 'none'}; name its folder or its hub id, and if the name is right, fetch it again"
+                f"from {unsupported or 'none'}; name its folder or its hub id, and if the name is right, fetch it again"
             )
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
@@ -117,8 +117,8 @@ def _taken(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, nn.Modul
     ends = {end.name: end for end in find_ends(model) if end.name in checkpoint.schemes}
     for name in checkpoint.schemes:
         _ = replace_end(model, ends[name]) if name in ends else replace_linear(model, name)
-    taken = {name: model.get_submodule(name) for name in checkpoint.packed}
-    for name, module in taken.items():
+    modules = {name: model.get_submodule(name) for name in checkpoint.packed}
+    for name, module in modules.items():
         if isinstance(module, CompressedEmbedding):
             del module.own._parameters["weight"]
             module.own.register_buffer("weight", torch.empty(0, module.embedding_dim), persistent=False)
@@ -126,10 +126,10 @@ def _taken(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, nn.Modul
         else:
             model.set_submodule(name, Unfilled(layer_of(module).bias))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    gone = {f"{name}.weight" for name in taken}
-    for target in [target for target, source in tied.items() if target in gone or source in gone]:
+    weight_names = {f"{name}.weight" for name in modules}
+    for target in [target for target, source in tied.items() if target in weight_names or source in weight_names]:
         del tied[target]
-    return taken
+    return modules
 
 
 def _put_back(model: PreTrainedModel, name: str, module: nn.Module) -> None:

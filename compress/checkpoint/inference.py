@@ -76,19 +76,19 @@ def round_activations(model: PreTrainedModel, name: str) -> None:
     """
     if name not in ACTIVATIONS:
         raise ModelError(f"activations: {name!r} is not known; use {', '.join(ACTIVATIONS)}")
-    known = [m for m in model.modules() if isinstance(m, CompressedLinear) and takes_integers(m.scheme)]
-    if not known:
+    layers = [m for m in model.modules() if isinstance(m, CompressedLinear) and takes_integers(m.scheme)]
+    if not layers:
         raise ModelError("activations: the model has no layers of integer codes; leave activations out")
-    for layer in known:
+    for layer in layers:
         if layer.rounding is None:
             group = None if layer.scheme.codes is None else input_group(layer.all_parts[0])
             layer.round_inputs(InputRounding.of(GRIDS[name], group=group))
 
 
 def packed_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the quantized weights of linears; kernels make a copy of about this size."""
-    known = [layer for layer in linears(model).values() if isinstance(layer, CompressedLinear) and layer.quantized]
-    return sum(tensor.nbytes for layer in known for tensor in layer.tensors().values())
+    """Return the bytes of the quantized weights of linears; kernels make a copy of about this size."""
+    layers = [layer for layer in linears(model).values() if isinstance(layer, CompressedLinear) and layer.quantized]
+    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors().values())
 
 
 @contextmanager

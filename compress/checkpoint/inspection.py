@@ -76,18 +76,18 @@ class Inspection:
         return self.size_bytes * 8 / max(1, self.weights)
 
     def groups(self) -> list[Module]:
-        """The modules by kind: those that differ in the numbers of their names only."""
-        found: dict[Any, list[Module]] = {}
+        """Return the modules by kind: those that differ in the numbers of their names only."""
+        modules_by_kind: dict[Any, list[Module]] = {}
         for module in self.modules:
             kind = replace(module, name=kind_of(module.name), zeros=None)
-            found.setdefault(kind, []).append(module)
-        made = []
-        for kind, same in found.items():
-            zeros = [m.zeros for m in same if m.zeros is not None]
-            weights, size = sum(m.weights for m in same), sum(m.size_bytes for m in same)
+            modules_by_kind.setdefault(kind, []).append(module)
+        summaries = []
+        for kind, members in modules_by_kind.items():
+            zeros = [m.zeros for m in members if m.zeros is not None]
+            weights, size = sum(m.weights for m in members), sum(m.size_bytes for m in members)
             share = sum(zeros) / len(zeros) if zeros else None
-            made.append(replace(kind, weights=weights, size_bytes=size, zeros=share, count=len(same)))
-        return made
+            summaries.append(replace(kind, weights=weights, size_bytes=size, zeros=share, count=len(members)))
+        return summaries
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -130,11 +130,11 @@ def _inspect_files(
     for name in sorted(stored, key=_natural):
         module, leaf = _split(name)
         modules.setdefault(module, {})[leaf] = stored[name].header
-    found = [_module(name, tensors, stated, schemes.get(name)) for name, tensors in modules.items()]
-    zeros, notes = _zeros(folder, found, stored, stated) if values else ({}, [])
-    found = [replace(module, zeros=zeros.get(module.name)) for module in found]
+    inspected = [_module(name, tensors, stated, schemes.get(name)) for name, tensors in modules.items()]
+    zeros, notes = _zeros(folder, inspected, stored, stated) if values else ({}, [])
+    inspected = [replace(module, zeros=zeros.get(module.name)) for module in inspected]
     files = {path.name: path.stat().st_size for path in sorted({place.path for place in stored.values()})}
-    return Inspection(source, _method(stated), files, found, [*_cache_notes(config, folder), *notes])
+    return Inspection(source, _method(stated), files, inspected, [*_cache_notes(config, folder), *notes])
 
 
 def _cache_notes(config: Mapping[str, Any], folder: Path) -> list[str]:
@@ -150,8 +150,8 @@ def _method(config: Mapping[str, Any]) -> str:
     method, layout = config.get("quant_method"), config.get("format") or config.get("checkpoint_format")
     if method is None:
         return "not quantized" if not config else "a quantization_config without quant_method"
-    own = " (format native of compress)" if method == Native.quant_method else ""
-    return f"{method}{own}" + (f", {layout}" if isinstance(layout, str) else "")
+    remark = " (format native of compress)" if method == Native.quant_method else ""
+    return f"{method}{remark}" + (f", {layout}" if isinstance(layout, str) else "")
 
 
 def _own_schemes(config: Mapping[str, Any], folder: Path) -> dict[str, LayerScheme]:
@@ -179,38 +179,48 @@ def _natural(name: str) -> list[Any]:
 
 def _module(name: str, tensors: Mapping[str, Header], config: Mapping[str, Any], scheme: LayerScheme | None) -> Module:
     bias = [header for leaf, header in tensors.items() if leaf == "bias" and len(tensors) > 1]
-    own = {leaf: header for leaf, header in tensors.items() if not (leaf == "bias" and bias)}
-    size, dtypes = sum(h.size_bytes for h in own.values()), tuple(sorted({h.dtype for h in own.values()}))
+    headers = {leaf: header for leaf, header in tensors.items() if not (leaf == "bias" and bias)}
+    size, dtypes = sum(h.size_bytes for h in headers.values()), tuple(sorted({h.dtype for h in headers.values()}))
     if scheme is not None:
         codes = scheme.all_codes[0] if scheme.all_codes else None
         grid = scheme.grids[0].name if scheme.grids else "dense"
-        kinds = tuple(one.kind for one in (*scheme.parts, *scheme.transforms))
+        kinds = tuple(component.kind for component in (*scheme.parts, *scheme.transforms))
         groups = codes.group_size if codes is not None else next((p.scale_groups for p in scheme.parts), None)
         text = ", ".join([scheme.text, *(t.text for t in scheme.transforms)])
         return Module(name, text, grid, scheme.shape, groups, kinds, dtypes, scheme.shape[0] * scheme.shape[1], size)
-    found: Recognized = recognize(own, config)
-    group = "" if found.group_size is None else f", group {found.group_size}"
-    extra = "".join(f", {part}" for part in found.parts[1:])
-    text = f"{found.grid}{group}{extra}"
-    return Module(name, text, found.grid, found.shape, found.group_size, found.parts, dtypes, found.count, size)
+    recognized: Recognized = recognize(headers, config)
+    group = "" if recognized.group_size is None else f", group {recognized.group_size}"
+    extra = "".join(f", {part}" for part in recognized.parts[1:])
+    text = f"{recognized.grid}{group}{extra}"
+    return Module(
+        name,
+        text,
+        recognized.grid,
+        recognized.shape,
+        recognized.group_size,
+        recognized.parts,
+        dtypes,
+        recognized.count,
+        size,
+    )
 
 
 def _zeros(
     folder: Path, modules: list[Module], stored: Mapping[str, Place], config: Mapping[str, Any]
 ) -> tuple[dict[str, float], list[str]]:
-    """The share of zeros by module, and notes. Layers of formats that compress cannot decode have no share."""
-    found: dict[str, float] = {}
+    """Return the share of zeros by module, and notes. Layers of formats that compress cannot decode have no share."""
+    shares: dict[str, float] = {}
     for module in modules:
         place = stored.get(f"{module.name}.weight")
         if module.grid == "dense" and place is not None:
             weight = read_stored(place)
-            found[module.name] = 1 - int(weight.count_nonzero()) / max(1, weight.numel())
+            shares[module.name] = 1 - int(weight.count_nonzero()) / max(1, weight.numel())
     coded = [module for module in modules if module.grid != "dense"]
     if not coded or not (folder / "config.json").exists():
-        return found, []
+        return shares, []
     if all(format_.quant_method != config.get("quant_method") for format_ in FORMATS.values()):
-        return found, [f"the zeros of layers quantized by {config.get('quant_method')!r} cannot be counted"]
-    return found | _coded_zeros(load(folder)[0]), []
+        return shares, [f"the zeros of layers quantized by {config.get('quant_method')!r} cannot be counted"]
+    return shares | _coded_zeros(load(folder)[0]), []
 
 
 def _coded_zeros(model: nn.Module) -> dict[str, float]:

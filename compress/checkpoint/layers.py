@@ -88,8 +88,10 @@ class StoredLayers:
             inside = {name.removeprefix(start): tensors[name] for name in names}
             layer = replace_linear(root, full.removeprefix(prefix)) if end is None else replace_end(root, end)
             if scheme.shape != layer.shape:
-                here, there = list(layer.shape), list(scheme.shape)
-                raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
+                model_shape, stored_shape = list(layer.shape), list(scheme.shape)
+                raise ModelError(
+                    f"model: {full} is {stored_shape} in the checkpoint, but {model_shape} by its config.json"
+                )
             place = f" (in {self.tensors.files[names[0]].path})" if names else ""
             try:
                 parts, transforms = self.format.decode(inside, scheme)

@@ -42,7 +42,9 @@ class Zeros:
     def of(cls, mask: Bool[Tensor, "out in"], recorded: bool) -> Zeros:
         """Return the zeros outside of a mask."""
         layouts = sparsities(mask)
-        layout = min(layouts, key=lambda each: each.n_of_m[1] if each.n_of_m is not None else mask.shape[1] + 1)
+        layout = min(
+            layouts, key=lambda sparsity: sparsity.n_of_m[1] if sparsity.n_of_m is not None else mask.shape[1] + 1
+        )
         return cls(1 - int(mask.sum()) / mask.numel(), "" if layout.n_of_m is None else layout.text, recorded)
 
 

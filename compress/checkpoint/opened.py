@@ -129,8 +129,8 @@ class OpenModel:
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, source: str = "model"
     ) -> OpenModel:
         """Wrap a model that is entirely in memory."""
-        first = next(model.parameters())
-        return cls(model, find_blocks(model), Weights(), tokenizer, source, "", first.device, first.dtype)
+        parameter = next(model.parameters())
+        return cls(model, find_blocks(model), Weights(), tokenizer, source, "", parameter.device, parameter.dtype)
 
     @property
     def storage(self) -> torch.dtype:

@@ -37,11 +37,11 @@ class Recognized:
 
 
 def recognize(tensors: Tensors, config: Mapping[str, Any]) -> Recognized:
-    """How a module is stored. config: the `quantization_config` of the checkpoint, or an empty one."""
+    """Recognize how a module is stored. config: the `quantization_config` of the checkpoint, or an empty one."""
     for layout in LAYOUTS:
-        found = layout(tensors, config)
-        if found is not None:
-            return found
+        recognized = layout(tensors, config)
+        if recognized is not None:
+            return recognized
     count = max((header.count for header in tensors.values()), default=0)
     return Recognized(
         f"unknown ({config.get('quant_method', 'no quantization_config')})", count, None, None, ("unknown",)
@@ -71,11 +71,11 @@ def _parts(tensors: Tensors, *names: str) -> tuple[str, ...]:
 
 
 def _bits_of(config: Mapping[str, Any], default: int) -> int:
-    """The bits of weights that a config states for all layers alike."""
+    """Return the bits of weights that a config states for all layers alike."""
     groups = config.get("config_groups")
     listed = groups.values() if isinstance(groups, dict) else ()
     weights = [group.get("weights") for group in listed if isinstance(group, dict)]
-    stated = [one.get("num_bits") for one in weights if isinstance(one, dict)] or [config.get("bits")]
+    stated = [weight.get("num_bits") for weight in weights if isinstance(weight, dict)] or [config.get("bits")]
     bits = {b for b in stated if isinstance(b, int) and 0 < b <= WORD}
     return bits.pop() if len(bits) == 1 else default
 
@@ -106,8 +106,8 @@ def words_along_inputs(tensors: Tensors, config: Mapping[str, Any]) -> Recognize
     if config.get("quant_method") == "awq" or (out == AWQ_PER_WORD * matrix[1] and "g_idx" not in tensors):
         bits, width = 4, matrix[0]
     else:
-        known = None if zeros is None else _matrix(zeros)
-        bits = _bits_of(config, 4 if known is None or not out else max(1, known[1] * WORD // out))
+        zeros_shape = None if zeros is None else _matrix(zeros)
+        bits = _bits_of(config, 4 if zeros_shape is None or not out else max(1, zeros_shape[1] * WORD // out))
         width = matrix[0] * WORD // bits
     size = "channel" if groups == 1 else -(-width // max(1, groups))
     return Recognized(f"int{bits}", out * width, (out, width), size, _parts(tensors))

@@ -27,32 +27,32 @@ def register() -> None:
 
 def _enter(registries: ModuleType) -> None:
     """Add quantizer and config to the registries, once; a registry without the functions is left alone."""
-    own: Any = import_module("compress.checkpoint.transformers")
-    known = getattr(registries, "AUTO_QUANTIZER_MAPPING", None)
-    if known is not None and own.METHOD not in known:
-        registries.register_quantization_config(own.METHOD)(own.NativeConfig)
-        registries.register_quantizer(own.METHOD)(own.NativeQuantizer)
+    native: Any = import_module("compress.checkpoint.transformers")
+    quantizers = getattr(registries, "AUTO_QUANTIZER_MAPPING", None)
+    if quantizers is not None and native.METHOD not in quantizers:
+        registries.register_quantization_config(native.METHOD)(native.NativeConfig)
+        registries.register_quantizer(native.METHOD)(native.NativeQuantizer)
 
 
 class _Finder:
     """Finds `REGISTRIES` as python does, and wraps its loader."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec of `REGISTRIES`; None for other modules."""
+        """Return the spec of `REGISTRIES`; None for other modules."""
         if fullname != REGISTRIES:
             return None
         spec: ModuleSpec | None = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            own: Any = _Loader(spec.loader)
-            spec.loader = own
+            loader: Any = _Loader(spec.loader)
+            spec.loader = loader
         return spec
 
 
 class _Loader:
     """Executes a module as its own loader does, and registers then."""
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    def __init__(self, loader: Any) -> None:
+        self._own = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As the module's own loader."""

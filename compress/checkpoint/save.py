@@ -54,19 +54,19 @@ def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: Spars
 
 
 def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a block by full name, with compressed linears in the stored form of the format."""
-    found: dict[str, Tensor] = {}
+    """Return all tensors of a block by full name, with compressed linears in the stored form of the format."""
+    tensors: dict[str, Tensor] = {}
     inside: list[str] = []
     for child_name, child in module.named_modules():
         if isinstance(child, CompressedLinear):
             full = f"{name}.{child_name}"
             inside.append(child_name + ".")
-            found |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
+            tensors |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
     starts = tuple(inside)
     for child_name, tensor in module.state_dict().items():
         if not child_name.startswith(starts):
-            found[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
-    return {key: found[key].cpu().contiguous() for key in sorted(found)}
+            tensors[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
+    return {key: tensors[key].cpu().contiguous() for key in sorted(tensors)}
 
 
 def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype | None) -> dict[str, Tensor]:
@@ -129,13 +129,15 @@ def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
 
 
 def outside_state(opened: OpenModel) -> dict[str, Tensor]:
-    """Tensors outside of all blocks, as in the model; tied tensors once, and without weights of compressed layers."""
+    """Return tensors outside of all blocks, as in the model; tied ones once, without weights of compressed layers."""
     tied = set(getattr(opened.model, "all_tied_weights_keys", None) or {})
     ends = tuple(f"{name}." for name in compressed_ends(opened.model))
     prefixes = tuple(block.name + "." for block in opened.blocks)
     state = sorted(opened.model.state_dict().items())
-    kept = {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
-    return {n: t for n, t in kept.items() if not n.startswith(ends or ("\0",)) or n.removesuffix(".bias") + "." in ends}
+    untied = {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
+    return {
+        n: t for n, t in untied.items() if not n.startswith(ends or ("\0",)) or n.removesuffix(".bias") + "." in ends
+    }
 
 
 def outside_dense(opened: OpenModel) -> dict[str, Tensor]:
@@ -151,30 +153,35 @@ def outside_tensors(
     storage: torch.dtype,
     rounded: Mapping[str, CodesPart] | None = None,
 ) -> dict[str, Tensor]:
-    """Tensors outside of all blocks, in their stored form.
+    """Return tensors outside of all blocks, in their stored form.
 
-    layers: the compressed layers among the ends, by name. rounded: the codes of other tensors that the format rounds.
+    Args:
+        opened: the model.
+        layers: compressed layers among embedding and LM head, by name.
+        format_: the format.
+        storage: dtype of dense tensors.
+        rounded: codes of other tensors that the format rounds.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in outside_state(opened).items():
         part = (rounded or {}).get(name)
         if part is None:
-            found[name] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
+            tensors[name] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
         else:
             encoded = format_.encode(LayerScheme(part.shape, (part.scheme,)), [part], [])
-            found |= {f"{name.removesuffix('weight')}{key}": each for key, each in encoded.items()}
+            tensors |= {f"{name.removesuffix('weight')}{key}": value for key, value in encoded.items()}
     for end in (end for end in find_ends(opened.model) if end.name in layers):
         layer = layers[end.name]
         plain = format_.adapt(layer.scheme) is None or layer.scheme.plain
         name = end.embedding if plain and end.embedding is not None else end.name  # where the dense model has it
         stored = layer_tensors(layer, format_, storage)
-        found |= {f"{name}.{key}": tensor for key, tensor in stored.items() if key != "bias"}
-    result = {name: found[name].cpu().contiguous() for name in sorted(found)}
-    seen: set[int] = set()
+        tensors |= {f"{name}.{key}": tensor for key, tensor in stored.items() if key != "bias"}
+    result = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
+    addresses: set[int] = set()
     for name, tensor in result.items():  # a layer that the caller has put in may share its tensor with the embedding
-        if tensor.data_ptr() in seen:
+        if tensor.data_ptr() in addresses:
             result[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
+        addresses.add(tensor.data_ptr())
     return result
 
 

@@ -82,12 +82,12 @@ class Prefetch:
 
     def start(self, keys_by_file: Mapping[Path, Iterable[str]]) -> None:
         """Begin to read tensors, and return at once. Tensors of an earlier request that were not taken are freed."""
-        asked = frozenset((path, key) for path, keys in keys_by_file.items() for key in keys)
-        if asked == self._asked:
+        request = frozenset((path, key) for path, keys in keys_by_file.items() for key in keys)
+        if request == self._asked:
             return
         if self._pending is not None:
             self._pending.cancel()
-        self._asked, self._ready = asked, {}
+        self._asked, self._ready = request, {}
         self._pending = self._thread.submit(self._read, {path: list(keys) for path, keys in keys_by_file.items()})
 
     def take(self, path: Path, keys: Iterable[str]) -> dict[str, Tensor]:
@@ -101,8 +101,8 @@ class Prefetch:
             return {}
         pending, self._pending = self._pending, None
         if pending is not None:
-            asked, self._asked = self._asked, frozenset()  # an error ends the request
-            self._ready, self._asked = pending.result(), asked
+            request, self._asked = self._asked, frozenset()  # an error ends the request
+            self._ready, self._asked = pending.result(), request
         self._asked -= {(path, key) for key in requested}
         return {key: self._ready.pop((path, key)) for key in requested}
 

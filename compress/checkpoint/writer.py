@@ -138,9 +138,9 @@ class CheckpointWriter:
         else:
             weight_files = [str(format_.file)]
             digests = {str(format_.file): assembled}
-        others = _write_tokenizer(self.opened, self.staging)
+        tokenizer_files = _write_tokenizer(self.opened, self.staging)
         write_json(self.staging / "config.json", self._config(format_, schemes, dtype))
-        write_digests(self.staging, [*weight_files, "config.json", *others], digests)
+        write_digests(self.staging, [*weight_files, "config.json", *tokenizer_files], digests)
 
     def _config(self, format_: Format, schemes: Mapping[str, LayerScheme], dtype: torch.dtype) -> dict[str, Any]:
         """Return the content of config.json."""

@@ -69,10 +69,10 @@ def check_local(source: TextSource, part: Part) -> None:
             f"{part}: dataset {source.dataset}: no such file or folder; write a hub id (OWNER/NAME) or an existing path"
         )
     if path.is_file() and path.suffix not in BUILDERS:
-        known = ", ".join(BUILDERS)
+        suffixes = ", ".join(BUILDERS)
         raise CalibrationError(
-            f"{part}: dataset {source.dataset} is not a data set file ({known}); write it as source: {source.dataset} "
-            "if it is a .txt or .npy file"
+            f"{part}: dataset {source.dataset} is not a data set file ({suffixes}); write it as source: "
+            f"{source.dataset} if it is a .txt or .npy file"
         )
 
 

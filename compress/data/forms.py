@@ -71,27 +71,35 @@ class RowReader:
 
     @property
     def templated(self) -> bool:
-        """Whether there is a chat template."""
-        own = None if self.tokenizer is None else self.tokenizer.chat_template
-        return self.template is not None or own is not None
+        """Return whether there is a chat template."""
+        tokenizer_template = None if self.tokenizer is None else self.tokenizer.chat_template
+        return self.template is not None or tokenizer_template is not None
 
-    def document(self, row: Any, where: str) -> Document:
-        """The document of a row. where: the place of the row, for errors. Raises CalibrationError."""
+    def document(self, row: Any, place: str) -> Document:
+        """Return the document of a row.
+
+        Args:
+            row: the row.
+            place: place of the row, for errors.
+
+        Raises:
+            CalibrationError: for a row without text.
+        """
         if not isinstance(row, Mapping):
-            raise CalibrationError(f"{where}: no text, but {type(row).__name__}; {HOW}")
+            raise CalibrationError(f"{place}: no text, but {type(row).__name__}; {HOW}")
         if self.column is not None:
-            return self._of_column(row, self.column, where)
+            return self._of_column(row, self.column, place)
         if isinstance(row.get("text"), str):
             return Document(row["text"], "text")
         for column in CONVERSATIONS:
             if isinstance(row.get(column), list):
-                return self._of_column(row, column, where)
+                return self._of_column(row, column, place)
         if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
-            return self._chat(_of_instruction(row), "instruction", where)
+            return self._chat(_of_instruction(row), "instruction", place)
         answer = next((name for name in ANSWERS if row.get(name) is not None), None)
         if row.get("prompt") is not None and answer is not None:
-            return self._completion(row["prompt"], row[answer], where)
-        raise CalibrationError(f"{where}: no text in the columns {', '.join(map(str, row))}; {HOW}")
+            return self._completion(row["prompt"], row[answer], place)
+        raise CalibrationError(f"{place}: no text in the columns {', '.join(map(str, row))}; {HOW}")
 
     def is_blank(self, row: Any) -> bool:
         """Whether the columns of the text are empty (null, blank, or no messages), so that the row may be skipped."""
@@ -102,27 +110,27 @@ class RowReader:
             value is None or (isinstance(value, str) and not value.strip()) or value == [] for value in read
         )
 
-    def _of_column(self, row: Mapping[str, Any], column: str, where: str) -> Document:
+    def _of_column(self, row: Mapping[str, Any], column: str, place: str) -> Document:
         if column not in row:
-            known = ", ".join(map(str, row))
-            raise CalibrationError(f"{where}: no column {column!r}; its columns are {known}")
+            columns = ", ".join(map(str, row))
+            raise CalibrationError(f"{place}: no column {column!r}; its columns are {columns}")
         value = row[column]
         if isinstance(value, str):
             return Document(value, "text")
-        messages = _messages(value, f"{where}: {column}")
-        return self._chat(messages, "conversations" if "from" in value[0] else "messages", where)
+        messages = _messages(value, f"{place}: {column}")
+        return self._chat(messages, "conversations" if "from" in value[0] else "messages", place)
 
-    def _completion(self, prompt: Any, answer: Any, where: str) -> Document:
+    def _completion(self, prompt: Any, answer: Any, place: str) -> Document:
         if isinstance(prompt, str) and isinstance(answer, str):
             if not self.templated:
                 return Document(prompt + answer, "completion")
             pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            return self._chat(pair, "completion", where)
-        both = [_messages(value, f"{where}: {name}") for name, value in (("prompt", prompt), ("completion", answer))]
-        return self._chat([*both[0], *both[1]], "completion", where)
+            return self._chat(pair, "completion", place)
+        turns = [_messages(value, f"{place}: {name}") for name, value in (("prompt", prompt), ("completion", answer))]
+        return self._chat([*turns[0], *turns[1]], "completion", place)
 
-    def _chat(self, messages: Messages, form: str, where: str) -> Document:
-        """The text of a conversation: by the chat template, or in lines `role: content` without one."""
+    def _chat(self, messages: Messages, form: str, place: str) -> Document:
+        """Return the text of a conversation: by the chat template, or in lines `role: content` without one."""
         if not self.templated or self.tokenizer is None:
             return Document("\n".join(f"{m['role']}: {m['content']}" for m in messages), form)
         try:
@@ -135,55 +143,55 @@ class RowReader:
         except CannotRun as error:
             reason = " ".join(str(error.cause).split())
             raise CalibrationError(
-                f"{where}: the chat template refuses the conversation ({reason}); remove the row, or give another "
+                f"{place}: the chat template refuses the conversation ({reason}); remove the row, or give another "
                 "template (chat_template: FILE)"
             ) from error
         return Document(str(text), form, True)
 
 
 def _of_instruction(row: Mapping[str, Any]) -> Messages:
-    """The conversation of an Alpaca row; the input follows the instruction after a blank line."""
+    """Return the conversation of an Alpaca row; the input follows the instruction after a blank line."""
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-    return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    request = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
+    return [*system, {"role": "user", "content": request}, {"role": "assistant", "content": row["output"]}]
 
 
-def _messages(value: Any, where: str) -> Messages:
-    """Messages with `role` and a text as `content`; other keys (tool calls) are kept. Raises CalibrationError."""
+def _messages(value: Any, place: str) -> Messages:
+    """Return messages with `role` and a text as `content`; other keys (tool calls) stay. Raises CalibrationError."""
     if not isinstance(value, list) or not value:
-        raise CalibrationError(f"{where}: no text, but {_kind(value)}; {HOW}")
-    return [_message(message, f"{where}[{i}]") for i, message in enumerate(value)]
+        raise CalibrationError(f"{place}: no text, but {_kind(value)}; {HOW}")
+    return [_message(message, f"{place}[{i}]") for i, message in enumerate(value)]
 
 
-def _message(message: Any, where: str) -> Mapping[str, Any]:
+def _message(message: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
-        raise CalibrationError(f"{where}: no text, but {_kind(message)}; {HOW}")
+        raise CalibrationError(f"{place}: no text, but {_kind(message)}; {HOW}")
     if "from" in message and "role" not in message:
         role, content = SPEAKERS.get(message["from"]), message.get("value")
         if role is None:
-            known = ", ".join(SPEAKERS)
-            raise CalibrationError(f"{where}: from is {message['from']!r}, which has no known role; known: {known}")
+            speakers = ", ".join(SPEAKERS)
+            raise CalibrationError(f"{place}: from is {message['from']!r}, which has no known role; known: {speakers}")
         message = {"role": role, "content": content}
     role, content = message.get("role"), message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
     if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
+        content = "".join(_part(part, place) for part in content)
         message = {**message, "content": content}
     if not isinstance(role, str) or not isinstance(content, str):
         keys = ", ".join(map(str, message))
-        raise CalibrationError(f"{where}: no text; its keys are {keys}; {HOW}")
+        raise CalibrationError(f"{place}: no text; its keys are {keys}; {HOW}")
     return message
 
 
-def _part(part: Any, where: str) -> str:
-    """The text of a part of a message's content."""
+def _part(part: Any, place: str) -> str:
+    """Return the text of a part of a message's content."""
     if isinstance(part, str):
         return part
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-        raise CalibrationError(f"{where}: a part of its content is {kind!r}; only parts with text can be read")
+        raise CalibrationError(f"{place}: a part of its content is {kind!r}; only parts with text can be read")
     return text
 
 

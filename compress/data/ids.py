@@ -113,20 +113,20 @@ def sample(
         raise CalibrationError(
             f"{part}: {source.label} text needs a tokenizer, and the model has none; use ids in a .npy file"
         )
-    found = read_texts(source, part, tokenizer)
-    cut, tokens = _sequences(found.documents, tokenizer, source, length, prefix)
-    chosen = _chosen(cut, source, part, tokens, len(found.documents), sequences, length, seed)
+    texts = read_texts(source, part, tokenizer)
+    cut, tokens = _sequences(texts.documents, tokenizer, source, length, prefix)
+    chosen = _chosen(cut, source, part, tokens, len(texts.documents), sequences, length, seed)
     use = TextUse(
         text=source.label,
         part=part,
         sequences=len(chosen),
         length=length,
-        sha256=text_sha256(found.documents),
-        documents=len(found.documents),
-        skipped=found.skipped,
+        sha256=text_sha256(texts.documents),
+        documents=len(texts.documents),
+        skipped=texts.skipped,
         tokens=tokens,
-        forms=list(found.forms),
-        template=found.template,
+        forms=list(texts.forms),
+        template=texts.template,
         packing=source.packing,
         max_tokens_per_document=source.max_tokens_per_document,
         bos=len(prefix) > 0,
@@ -263,27 +263,27 @@ def _stored(path: Path) -> np.ndarray:
 
 
 def _check_shape(path: Path, sequences: int | None, length: int | None) -> tuple[int, int]:
-    """The shape that is taken from a .npy file. Raises CalibrationError if the file is smaller."""
+    """Return the shape that is taken from a .npy file. Raises CalibrationError if the file is smaller."""
     rows, columns = shape = _stored(path).shape
-    asked = (rows if sequences is None else sequences, columns if length is None else length)
+    count, width = rows if sequences is None else sequences, columns if length is None else length
     if 0 in shape:
         raise CalibrationError(
             f"calibration: {path} holds no tokens (shape {list(shape)}); write an integer array of shape "
             f"[sequences, length], or use another source"
         )
-    if asked[0] > rows or asked[1] > columns:
+    if count > rows or width > columns:
         raise CalibrationError(
-            f"calibration: {path} holds {rows} sequences of {columns} tokens, but {asked[0]} sequences of {asked[1]} "
+            f"calibration: {path} holds {rows} sequences of {columns} tokens, but {count} sequences of {width} "
             f"are requested; use sequences <= {rows} and length <= {columns}, or another source"
         )
-    return asked
+    return count, width
 
 
 def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Tensor, "sequences length"]:
     """Read the first `sequences` rows and `length` columns of an integer .npy file; None takes all."""
     stored = _stored(path)
-    asked = _check_shape(path, sequences, length)
-    ids = torch.from_numpy(stored[: asked[0], : asked[1]].astype(np.int64))
+    shape = _check_shape(path, sequences, length)
+    ids = torch.from_numpy(stored[: shape[0], : shape[1]].astype(np.int64))
     if int(ids.min()) < 0:
         row, column = (ids < 0).nonzero()[0].tolist()
         raise CalibrationError(
@@ -320,11 +320,11 @@ def model_sample(
         return examples, use.model_copy(update={"documents": documents, "tokens": examples.tokens})
     kind, needed = adapter_of(model), None if source.stored else needs_tokenizer(tokenizer, part)
     if needed is not None and length is not None and not kind.streams:
-        before, after = special_tokens_around(needed)
-        lengths = [each - len(before + after) for each in text_lengths(kind.texts, length)]
+        opening, closing = special_tokens_around(needed)
+        lengths = [text_length - len(opening + closing) for text_length in text_lengths(kind.texts, length)]
         ids, use = sample(source, part, needed, count, sum(lengths), seed)
-        left, right = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (before, after))
-        texts = [torch.cat([left, text, right], dim=1) for text in ids.split(lengths, dim=1)]
+        start, end = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (opening, closing))
+        texts = [torch.cat([start, text, end], dim=1) for text in ids.split(lengths, dim=1)]
     else:
         prefix = () if needed is None else opening_tokens(source, needed, part)
         ids, use = sample(source, part, needed, count, length, seed, prefix)
@@ -366,26 +366,26 @@ def check_text(
     if source.stored:
         _check_shape(Path(str(source.source)), count, length)
     kind, around = adapter_of(model), [0]
-    whole, texts = not kind.streams, kind.texts
-    if source.bos is not None and whole:
+    is_bounded, texts = not kind.streams, kind.texts
+    if source.bos is not None and is_bounded:
         raise CalibrationError(f"{part}: bos has no effect: {described(model)}; leave it out")
-    if needed is not None and not (whole and source.sampled):
-        added = special_tokens_around(needed) if whole else [opening_tokens(source, needed, part)]
-        around = [len(each) for each in added]
+    if needed is not None and not (is_bounded and source.sampled):
+        added = special_tokens_around(needed) if is_bounded else [opening_tokens(source, needed, part)]
+        around = [len(tokens) for tokens in added]
     if length is not None and text_lengths(texts, length)[-1] <= sum(around):
         raise CalibrationError(f"{part}: length {length} leaves no room beside the special tokens; use a larger length")
-    limit, found = source.max_tokens_per_document, extent(source, count, length)[1]
-    if not source.packing and limit is not None and limit + sum(around) < found:
+    limit, tokens = source.max_tokens_per_document, extent(source, count, length)[1]
+    if not source.packing and limit is not None and limit + sum(around) < tokens:
         raise CalibrationError(
-            f"{part}: no document of {source.label} fills a sequence of {found} tokens, because "
+            f"{part}: no document of {source.label} fills a sequence of {tokens} tokens, because "
             f"max_tokens_per_document is {limit}; use a shorter length, or packing: true"
         )
     longest: Any = getattr(text_config(model.config), "max_position_embeddings", None)
-    if longest is not None and 0 < texts * longest < found:  # some configurations say -1: no limit
+    if longest is not None and 0 < texts * longest < tokens:  # some configurations say -1: no limit
         raise CalibrationError(
-            f"{part}: length {found} exceeds the model's {texts * longest} positions; use length <= {texts * longest}"
+            f"{part}: length {tokens} exceeds the model's {texts * longest} positions; use length <= {texts * longest}"
         )
-    if found == 1:
+    if tokens == 1:
         raise CalibrationError(
             f"{part}: {source.label} has one token per sequence, but a loss needs 2; use length >= 2"
         )

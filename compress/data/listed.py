@@ -38,8 +38,8 @@ def lists_of(model: PreTrainedModel, source: TextSource) -> Lists | None:
     path = Path(source.source or "")
     if path.suffix not in SUFFIXES or not path.is_file():
         return lists if path.suffix == STORED else None
-    first = next(json_rows(path), ("", None))[1]
-    return lists if isinstance(first, Mapping) and lists.column in first else None
+    first_line = next(json_rows(path), ("", None))[1]
+    return lists if isinstance(first_line, Mapping) and lists.column in first_line else None
 
 
 def check_listed(
@@ -102,9 +102,10 @@ def listed_sample(
     assert lists is not None
     check_listed(model, tokenizer, source, lists, part)
     if path.suffix == STORED:
-        every = kind.of_mapping(model, _stored(path, part, length), f"{part}: {path}")
-        of, rows = len(every), _chosen(len(every), path, lists, part, count, None)
-        examples, places = every[rows], [f"{part}: {path}: {lists.what.removesuffix('s')} {row}" for row in rows]
+        all_examples = kind.of_mapping(model, _stored(path, part, length), f"{part}: {path}")
+        of, rows = len(all_examples), _chosen(len(all_examples), path, lists, part, count, None)
+        examples = all_examples[rows]
+        places = [f"{part}: {path}: {lists.plural.removesuffix('s')} {row}" for row in rows]
     else:
         column = source.column or "text"
         lines, reader = list(json_rows(path)), kind.reader(model, tokenizer, column, path.parent, part)
@@ -117,16 +118,16 @@ def listed_sample(
     return examples, of
 
 
-def _check_line(line: Any, where: str, lists: Lists, column: str) -> None:
+def _check_line(line: Any, place: str, lists: Lists, column: str) -> None:
     """Raise CalibrationError for a line without the columns of a list."""
     if not isinstance(line, Mapping):
         raise CalibrationError(
-            f"{where}: no {lists.what.removesuffix('s')}, but {type(line).__name__}; write {lists.line}"
+            f"{place}: no {lists.plural.removesuffix('s')}, but {type(line).__name__}; write {lists.line}"
         )
     for name in (lists.column, column):
         if not isinstance(line.get(name), str):
-            there = ", ".join(map(str, line)) or "none"
-            raise CalibrationError(f"{where}: no text in the column {name} (columns: {there}); write {lists.line}")
+            columns = ", ".join(map(str, line)) or "none"
+            raise CalibrationError(f"{place}: no text in the column {name} (columns: {columns}); write {lists.line}")
 
 
 def _chosen(of: int, path: Path, lists: Lists, part: Part, count: int | None, seed: int | None) -> list[int]:
@@ -136,13 +137,13 @@ def _chosen(of: int, path: Path, lists: Lists, part: Part, count: int | None, se
         CalibrationError: for too few.
     """
     if of == 0:
-        raise CalibrationError(f"{part}: {path} holds no {lists.what}; write a line {lists.line} for each file")
+        raise CalibrationError(f"{part}: {path} holds no {lists.plural}; write a line {lists.line} for each file")
     if part == "test" or count is None:
         return list(range(of))[:count]
     if of < count:
         raise CalibrationError(
-            f"{part}: {path} holds {of} {lists.what}, but sequences is {count}; use sequences <= {of}, or more "
-            f"{lists.what}"
+            f"{part}: {path} holds {of} {lists.plural}, but sequences is {count}; use sequences <= {of}, or more "
+            f"{lists.plural}"
         )
     if seed is None:
         return list(range(count))

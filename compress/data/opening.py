@@ -11,12 +11,12 @@ from compress.errors import CalibrationError
 
 
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that a tokenizer adds before and after a text."""
-    bare, whole = (tokenizer("a", add_special_tokens=some).input_ids for some in (False, True))
-    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
+    """Return the special tokens that a tokenizer adds before and after a text."""
+    bare, ids = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    start = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), None)
     if start is None:  # the text itself is tokenized differently between special tokens
         return [], []
-    return whole[:start], whole[start + len(bare) :]
+    return ids[:start], ids[start + len(bare) :]
 
 
 def opening_tokens(source: TextSource, tokenizer: PreTrainedTokenizerBase, part: Part) -> list[int]:

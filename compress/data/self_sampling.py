@@ -49,8 +49,8 @@ def self_sampled(
     rows = []
     with torch.random.fork_rng(devices=on_gpu):
         torch.manual_seed(seed)
-        for first in range(0, sequences, batch):
-            size = min(batch, sequences - first)
+        for begin_row in range(0, sequences, batch):
+            size = min(batch, sequences - begin_row)
             ids = starts[torch.randint(len(starts), (size, 1))]
             begin = torch.tensor(prefix, dtype=ids.dtype).expand(size, -1)
             ids = torch.cat([begin, ids], dim=1)[:, :length].to(model.device)

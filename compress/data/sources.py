@@ -127,13 +127,13 @@ def _template(source: TextSource) -> str | None:
 def _documents(
     rows: Iterable[tuple[str, Any]], reader: RowReader, source: TextSource, count: int | None = None
 ) -> Texts:
-    """The documents of rows (place, row). count: the number of rows, with those that were left out."""
-    found = [reader.document(row, where) for where, row in rows]
-    templates = {document.template for document in found if document.form != "text"}
-    named = "tokenizer" if source.chat_template is None else source.chat_template
-    template = None if not templates else named if True in templates else "role: content"
-    documents = [document.text for document in found]
-    forms = tuple(sorted({document.form for document in found}))
+    """Return the documents of rows (place, row). count: the number of rows, with those that were left out."""
+    rendered = [reader.document(row, place) for place, row in rows]
+    templates = {document.template for document in rendered if document.form != "text"}
+    template_source = "tokenizer" if source.chat_template is None else source.chat_template
+    template = None if not templates else template_source if True in templates else "role: content"
+    documents = [document.text for document in rendered]
+    forms = tuple(sorted({document.form for document in rendered}))
     return Texts(documents, forms, template, 0 if count is None else count - len(documents))
 
 
@@ -163,8 +163,8 @@ def embedded_text(part: Part) -> list[str]:
     documents = []
     for name in names:
         if not _is_test(name):
-            kept = [p for p in _paragraphs(topics[name]) if " ".join(p.split()) not in held_out]
-            documents.append("\n\n".join(kept))
+            paragraphs = [p for p in _paragraphs(topics[name]) if " ".join(p.split()) not in held_out]
+            documents.append("\n\n".join(paragraphs))
     return [document for document in documents if document]
 
 

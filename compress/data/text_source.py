@@ -66,35 +66,35 @@ class TextSource(BaseModel):
     @classmethod
     def _no_default_source(cls, values: Any) -> Any:
         """Leave the default source out where another kind of text is given."""
-        other = isinstance(values, dict) and any(values.get(kind) is not None for kind in cls.kinds)
-        return {"source": None, **values} if other else values
+        has_other_text = isinstance(values, dict) and any(values.get(kind) is not None for kind in cls.kinds)
+        return {"source": None, **values} if has_other_text else values
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        given = [kind for kind in self.kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            found = f"{' and '.join(given)} are given together" if given else "no text is given"
-            raise ValueError(f"{found}; give one of {', '.join(self.kinds)}")
+        given_kinds = [kind for kind in self.kinds if getattr(self, kind) is not None]
+        if len(given_kinds) != 1:
+            problem = f"{' and '.join(given_kinds)} are given together" if given_kinds else "no text is given"
+            raise ValueError(f"{problem}; give one of {', '.join(self.kinds)}")
         for name, reason in self._useless().items():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect: {reason}; remove it")
         return self
 
     def _useless(self) -> dict[str, str]:
-        """Options without effect on this text, with the reason."""
+        """Return the options without effect on this text, with the reason."""
         if self.dataset is not None or self.source is None:
             return {}
         of_data_sets = f"it is an option of data sets, and the source is {self.source}"
-        found: dict[str, str] = dict.fromkeys(("config", "split", "revision", "max_documents"), of_data_sets)
+        reasons: dict[str, str] = dict.fromkeys(("config", "split", "revision", "max_documents"), of_data_sets)
         if not self.source.endswith(CHATS):
-            found |= dict.fromkeys(("column", "chat_template"), f"{self.source} has no rows with columns")
+            reasons |= dict.fromkeys(("column", "chat_template"), f"{self.source} has no rows with columns")
         elif self.source == CHATS[-1]:
-            found |= {"column": f"the columns of {self.source} are known"}
+            reasons |= {"column": f"the columns of {self.source} are known"}
         if self.stored or self.sampled:
-            found |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
+            reasons |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
         if self.stored:
-            found |= {"bos": f"the ids of {self.source} are not changed"}
-        return found
+            reasons |= {"bos": f"the ids of {self.source} are not changed"}
+        return reasons
 
     @property
     def stored(self) -> bool:

@@ -19,8 +19,8 @@ from compress.numerics.metrics import rows_of_chunk
 
 
 @contextmanager
-def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
-    """Skip the blocks with these numbers: they return their input hidden states."""
+def skipping(blocks: Sequence[Block], indices: Collection[int]) -> Iterator[None]:
+    """Skip the blocks with these indices: they return their input hidden states."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden = hidden_argument(args, kwargs)
@@ -28,7 +28,7 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for block in blocks:
-            if block.index in some:
+            if block.index in indices:
                 stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
 
@@ -40,40 +40,44 @@ def logits_of(model: nn.Module, batch: Batch) -> Float[Tensor, "*batch cells"]:
 
 
 def states(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> list[Tensor]:
-    """The input of every block and the output of the last one, [batch, length, width] each. Raises NumericError."""
-    found: list[Tensor] = []
+    """Return the inputs of the blocks and the output of the last one, [batch, length, width]. Raises NumericError."""
+    hidden_states: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(hidden_argument(args, kwargs).float())
+        hidden_states.append(hidden_argument(args, kwargs).float())
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        found.append(hidden_of(output).float())
+        hidden_states.append(hidden_of(output).float())
 
     with ExitStack() as stack:
         for block in blocks:
             stack.callback(block.module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(blocks[-1].module.register_forward_hook(after).remove)
         logits_of(model, batch)
-    if not is_finite(found[-1]):
+    if not is_finite(hidden_states[-1]):
         raise NumericError(f"{blocks[-1].name}: the block's output holds NaN or infinity on the calibration text")
-    return found
+    return hidden_states
 
 
 @torch.no_grad()
 def total_loss(model: nn.Module, example: Batch, lm_objective: ModelKind, row: int) -> tuple[float, int]:
-    """The sum of the losses over all targets, in nats, and the number of targets.
+    """Return the sum of the losses over all targets, in nats, and the number of targets.
 
-    example: one sequence. row: its number, on which the masks depend.
+    Args:
+        model: the model.
+        example: one sequence.
+        lm_objective: makes the targets.
+        row: number of the sequence, on which the masks depend.
     """
     shown = Examples((example.to(next(model.parameters()).device),))
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [row]).logits, shown, [row])
     rows = rows_of_chunk(logits.shape[-1])
     pairs = zip(logits.split(rows), targets.split(rows), strict=True)
-    found = sum(float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum")) for part, wanted in pairs)
-    return found, len(targets)
+    loss = sum(float(nn.functional.cross_entropy(part.float(), target, reduction="sum")) for part, target in pairs)
+    return loss, len(targets)
 
 
 def mean_loss(model: nn.Module, examples: Examples, lm_objective: ModelKind) -> float:
-    """The mean loss over all targets, in nats; the model runs one sequence at a time."""
-    found = [total_loss(model, example, lm_objective, i) for i, example in enumerate(examples)]
-    return sum(loss for loss, _ in found) / sum(count for _, count in found)
+    """Return the mean loss over all targets, in nats; the model runs one sequence at a time."""
+    losses = [total_loss(model, example, lm_objective, i) for i, example in enumerate(examples)]
+    return sum(loss for loss, _ in losses) / sum(count for _, count in losses)

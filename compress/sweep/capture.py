@@ -73,14 +73,18 @@ def read_held(value: Any) -> Any:
 
 def hold(calls: dict[int, Call], store: ActivationStore) -> dict[int, Call]:
     """Move activations [batch, length, width] that all calls of a batch share to a store, as an encoder's output."""
-    first, *others = (call.values() for call in calls.values())
-    found: dict[int, Held] = {}
-    for value in first:
+    first_values, *values_of_others = (call.values() for call in calls.values())
+    held_by_id: dict[int, Held] = {}
+    for value in first_values:
         activation = isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
-        if activation and id(value) not in found and all(any(value is each for each in other) for other in others):
-            found[id(value)] = Held(store, len(store))
+        if (
+            activation
+            and id(value) not in held_by_id
+            and all(any(value is candidate for candidate in values) for values in values_of_others)
+        ):
+            held_by_id[id(value)] = Held(store, len(store))
             store.append(value)
-    return {index: call.changed(lambda value: found.get(id(value), value)) for index, call in calls.items()}
+    return {index: call.changed(lambda value: held_by_id.get(id(value), value)) for index, call in calls.items()}
 
 
 @dataclass
@@ -111,8 +115,8 @@ def _split(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     if args and isinstance(args[0], Tensor):
         return args[0], Call(args[1:], kwargs, None)
     if isinstance(kwargs.get("hidden_states"), Tensor):
-        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        return kwargs["hidden_states"], Call(args, rest, "hidden_states")
+        options = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return kwargs["hidden_states"], Call(args, options, "hidden_states")
     raise ModelError(f"model: {block.name} is called without hidden states as its first argument; use another model")
 
 
@@ -146,31 +150,37 @@ class ModelShell:
         """The number of stacks of the model."""
         return self._opened.blocks[-1].stack + 1
 
-    def capture(self, batch: Batch, stack: int = 0, given: Tensor | None = None) -> Captured:
+    def capture(self, batch: Batch, stack: int = 0, stack_input: Tensor | None = None) -> Captured:
         """Run the model on a batch while its blocks return their input, and record the arguments of a stack's blocks.
 
-        given: the output of the last block of the stack before it.
+        Args:
+            batch: the batch.
+            stack: number of the stack.
+            stack_input: output of the last block of the previous stack; None if the model computes it.
 
-        Raises ModelError when a block does not receive the unchanged output of the block before it.
+        Raises:
+            ModelError: when a block does not receive the unchanged output of the block before it.
         """
         forms = [self._form(batch, number) for number in range(stack + 1)]
         mine = stack_of(self._opened.blocks, stack)
-        first = mine[0].index
-        seen: list[tuple[Tensor, Call]] = []
+        first_index = mine[0].index
+        captured_calls: list[tuple[Tensor, Call]] = []
 
         def pass_on(block: Block, *args: Any, **kwargs: Any) -> Any:
             hidden, call = _split(block, args, kwargs)
             if block.stack != stack:
-                return forms[block.stack](given if given is not None and block.index == first - 1 else hidden)
-            if seen and hidden is not seen[-1][0]:
+                return forms[block.stack](
+                    stack_input if stack_input is not None and block.index == first_index - 1 else hidden
+                )
+            if captured_calls and hidden is not captured_calls[-1][0]:
                 raise ModelError(
                     f"model: {block.name} does not receive the unchanged output of the block before it, "
                     "so the blocks cannot be processed one after the other; use another model"
                 )
-            if not seen:
+            if not captured_calls:
                 forms[stack] = self._with_shared(block, args, kwargs, forms[stack])
-            seen.append((hidden, call))
-            if len(seen) == len(mine):
+            captured_calls.append((hidden, call))
+            if len(captured_calls) == len(mine):
                 raise _Enough  # skip the head: its logits would be the largest tensor
             return forms[stack](hidden)
 
@@ -180,13 +190,15 @@ class ModelShell:
             pass
         else:
             raise ModelError(
-                f"model: {len(seen)} of {len(mine)} blocks ran in a forward pass on token ids; "
+                f"model: {len(captured_calls)} of {len(mine)} blocks ran in a forward pass on token ids; "
                 "use a model that runs every block once"
             )
-        return Captured(seen[0][0], {block.index: call for block, (_, call) in zip(mine, seen, strict=True)})
+        return Captured(
+            captured_calls[0][0], {block.index: call for block, (_, call) in zip(mine, captured_calls, strict=True)}
+        )
 
     def _with_shared(self, block: Block, args: Any, kwargs: Any, form: Form) -> Form:
-        """The form of a stack's outputs with the tensors that its first block makes for the later ones, if any.
+        """Return the form of a stack's outputs with the tensors that its first block makes for the later ones, if any.
 
         Position biases, for example, depend on the length of the text. Tensors that are equal to those of the last
         capture are replaced by these, so that batches share them.
@@ -198,33 +210,35 @@ class ModelShell:
             if self._sketching:
                 return form
             self._bring(block)
-        made = type(block.module).forward(block.module, *args, **kwargs)[1:]
-        known = self._shared.get(block.stack, ())
-        rest = tuple(old if _same(old, new) else new for old, new in zip(known or made, made, strict=True))
-        self._shared[block.stack] = rest
-        return lambda hidden: (hidden, *rest)
+        new_tensors = type(block.module).forward(block.module, *args, **kwargs)[1:]
+        old_tensors = self._shared.get(block.stack, ())
+        shared = tuple(
+            old if _same(old, new) else new for old, new in zip(old_tensors or new_tensors, new_tensors, strict=True)
+        )
+        self._shared[block.stack] = shared
+        return lambda hidden: (hidden, *shared)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Float[Tensor, "*batch cells"]:
-        """The model's answer (`answer_of`) for the last block's output hidden states on this batch, such as its logits.
+        """Return the model's answer (`answer_of`), such as logits, for the last block's output on a batch.
 
         Raises ModelError for an output without an answer for every token, or for every sequence where the kind has one.
         """
         forms = [self._form(batch, number) for number in range(self.stacks)]
-        last, seen = self._opened.blocks[-1].index, set[int]()
+        last_index, block_indices = self._opened.blocks[-1].index, set[int]()
 
         def replay(block: Block, *args: Any, **kwargs: Any) -> Any:
-            if block.index in seen:
+            if block.index in block_indices:
                 raise ModelError(
                     f"model: {type(self._opened.model).__name__} runs {block.name} several times in a forward pass; "
                     "use a model that runs every block once"
                 )
-            seen.add(block.index)
-            return forms[block.stack](hidden if block.index == last else _split(block, args, kwargs)[0])
+            block_indices.add(block.index)
+            return forms[block.stack](hidden if block.index == last_index else _split(block, args, kwargs)[0])
 
         answer = answer_of(self._run(batch, replay))
         if answer is None or answer.shape[:-1] != answer_shape(self._opened.model, batch):
-            found = "no logits" if answer is None else f"logits of shape {list(answer.shape)} for {batch.shape()}"
-            raise ModelError(f"model: {type(self._opened.model).__name__} returns {found}; {SUPPORTED}")
+            returned = "no logits" if answer is None else f"logits of shape {list(answer.shape)} for {batch.shape()}"
+            raise ModelError(f"model: {type(self._opened.model).__name__} returns {returned}; {SUPPORTED}")
         return answer
 
     def inputs_of(self, module: nn.Module, batch: Batch, hidden: Tensor) -> Tensor:
@@ -243,23 +257,23 @@ class ModelShell:
         raise ModelError(f"model: {type(self._opened.model).__name__} does not run its output head on token ids")
 
     def _form(self, batch: Batch, stack: int) -> Form:
-        """How an output of a stack's blocks holds the hidden states, from one real call of its first block."""
+        """Return how an output of a stack's blocks holds the hidden states, from one real call of its first block."""
         if stack not in self._forms:
-            first = stack_of(self._opened.blocks, stack)[0]
-            self._bring(first)
-            plain = type(first.module).forward
-            self._learn(batch, stack, lambda args, kwargs: plain(first.module, *args, **kwargs))
+            first_block = stack_of(self._opened.blocks, stack)[0]
+            self._bring(first_block)
+            plain = type(first_block.module).forward
+            self._learn(batch, stack, lambda args, kwargs: plain(first_block.module, *args, **kwargs))
         return self._forms[stack]
 
     def _learn_on_meta(self, batch: Batch, stack: int) -> None:
-        """Learn the same from a copy of the first block without weights."""
-        first = copy.deepcopy(stack_of(self._opened.blocks, stack)[0].module).to("meta")
-        plain = type(first).forward
+        """Learn the form of a stack's outputs from a copy of its first block without weights."""
+        meta_block = copy.deepcopy(stack_of(self._opened.blocks, stack)[0].module).to("meta")
+        plain = type(meta_block).forward
 
         def without_weights(args: Any, kwargs: Any) -> Any:
             args, kwargs = send_to_device(args, "meta"), send_to_device(kwargs, "meta")
-            with exercised(first):  # choosing tokens needs their values
-                output = plain(first, *args, **kwargs)
+            with exercised(meta_block):  # choosing tokens needs their values
+                output = plain(meta_block, *args, **kwargs)
             return output if isinstance(output, Tensor) else tuple(_zeros(part, self._opened.device) for part in output)
 
         self._learn(batch, stack, without_weights)
@@ -282,8 +296,8 @@ class ModelShell:
                 "token ids; use a model that runs every block once"
             )
         if isinstance(output, (tuple, list)):
-            rest = tuple(output[1:])
-            self._forms[stack] = lambda hidden: (hidden, *rest)
+            shared = tuple(output[1:])
+            self._forms[stack] = lambda hidden: (hidden, *shared)
         else:
             self._forms[stack] = lambda hidden: hidden
 
@@ -291,18 +305,18 @@ class ModelShell:
         with torch.no_grad(), _forwards(self._opened.blocks, forward):
             return run_on(self._opened.model, batch.to(self._opened.device))
 
-    def sketch(self, batch: Batch, stack: int = 0, given: Tensor | None = None) -> Captured:
-        """As `capture`, on a few tokens, for blocks without weights in memory.
+    def sketch(self, batch: Batch, stack: int = 0, stack_input: Tensor | None = None) -> Captured:
+        """Capture as `capture` does, on a few tokens, for blocks without weights in memory.
 
         The weights of a stack's first block are read only if it cannot run without them.
         """
-        first = stack_of(self._opened.blocks, stack)[0]
-        if any(tensor.is_meta for tensor in first.module.parameters()):
+        first_block = stack_of(self._opened.blocks, stack)[0]
+        if any(tensor.is_meta for tensor in first_block.module.parameters()):
             with suppress(CannotRun):  # then the block runs with its weights
                 call_foreign(self._learn_on_meta, batch, stack)
         self._sketching = True
         try:
-            return self.capture(batch, stack, given)
+            return self.capture(batch, stack, stack_input)
         finally:
             self._sketching = False
 
@@ -314,18 +328,18 @@ class ModelShell:
         """
         model = self._opened.model
         blocks = self._opened.blocks
-        before = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
-        *others, last = adapter_of(model).samples(model)
+        versions = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
+        *preferred_samples, last_sample = adapter_of(model).samples(model)
         try:
-            sample = next((other for other in others if self._runs(other) is None), last)
-            if sample is last and (error := self._runs(last)) is not None:
+            sample = next((candidate for candidate in preferred_samples if self._runs(candidate) is None), last_sample)
+            if sample is last_sample and (error := self._runs(last_sample)) is not None:
                 raise ModelError(
                     f"model: {type(model).__name__} does not run on {adapter_of(model).media} alone "
                     f"({type(error).__name__}: {error}); {SUPPORTED}"
                 ) from error
         finally:
             self._forms.clear()
-        for name, parameter, version in before:
+        for name, parameter, version in versions:
             if parameter._version != version:
                 raise ModelError(
                     f"model: {type(model).__name__} changes {name} in its forward pass, so its weights cannot be "
@@ -350,9 +364,9 @@ class ModelShell:
         self.logits(batch, hidden)
 
 
-def _same(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return torch.equal(one, other) if tensors and one.shape == other.shape else one is other
+def _same(old: Any, new: Any) -> bool:
+    tensors = isinstance(old, Tensor) and isinstance(new, Tensor)
+    return torch.equal(old, new) if tensors and old.shape == new.shape else old is new
 
 
 def _zeros(part: Any, device: torch.device) -> Any:

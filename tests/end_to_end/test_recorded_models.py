@@ -285,7 +285,7 @@ def test_the_curvature_reaches_the_encoder(rows):
     """Derivatives must not start at the token embeddings, which only the decoder reads."""
     model = tiny_model("whisper", decoder_start_token_id=2)
     names = ["model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1"]
-    found, places = weight_curvature(model, names, rows[:2].each, 0, lambda _: None)
+    found, places = weight_curvature(model, names, rows[:2].sequences, 0, lambda _: None)
     assert all(bool((found[name] > 0).any()) for name in names) and places == 8
 
 

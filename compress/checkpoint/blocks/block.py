@@ -53,13 +53,13 @@ class BlockType(ABC):
         return CodesScheme(self.grid, self.group, symmetric=not self.grid.offset)
 
     def encode(self, part: CodesPart) -> UInt8[Tensor, "out bytes"]:
-        """The blocks of a weight, row by row."""
+        """Return the blocks of a weight, row by row."""
         rows, width = part.shape
         codes = unpack(part.words, part.grid.bits, width).view(rows, width // self.size, self.size)
         fields = self.fields(codes, part)
-        found = torch.cat([field.reshape(rows, codes.shape[1], -1).view(torch.uint8) for field in fields], dim=-1)
-        assert found.shape[-1] == self.size_bytes
-        return found.reshape(rows, -1)
+        block_bytes = torch.cat([field.reshape(rows, codes.shape[1], -1).view(torch.uint8) for field in fields], dim=-1)
+        assert block_bytes.shape[-1] == self.size_bytes
+        return block_bytes.reshape(rows, -1)
 
     def decode(self, blocks: UInt8[Tensor, "out bytes"], width: int, grid: Grid | None = None) -> CodesPart:
         """The codes of a weight; the exact inverse of `encode`. grid: one of `grids`."""

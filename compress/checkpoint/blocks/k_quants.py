@@ -104,8 +104,10 @@ class Q2K(KQuant):
         return [nibbles(self.sc(part), self.m(part)), _pairs(codes), *self.steps(part)]
 
     def read(self, blocks: UInt8[Tensor, "out blocks bytes"]) -> tuple[Tensor, dict[str, Tensor | None]]:
-        both = blocks[..., :16]
-        return _unpaired(blocks[..., 16:80]), self.tensors(both & 15, both >> 4, half(blocks, 80), half(blocks, 82))
+        packed_scales = blocks[..., :16]
+        return _unpaired(blocks[..., 16:80]), self.tensors(
+            packed_scales & 15, packed_scales >> 4, half(blocks, 80), half(blocks, 82)
+        )
 
 
 class Q3K(KQuant):

@@ -29,16 +29,16 @@ class Of32(BlockType):
     minimum: bool = False
 
     def fields(self, codes: UInt8[Tensor, "out blocks size"], part: CodesPart) -> list[Tensor]:
-        found = [part.scale.to(torch.float16)]
+        fields = [part.scale.to(torch.float16)]
         if self.minimum:
             assert part.zero is not None
-            found.append(part.zero.to(torch.float16))
-        found = [each.unsqueeze(-1).contiguous() for each in found]
+            fields.append(part.zero.to(torch.float16))
+        fields = [field.unsqueeze(-1).contiguous() for field in fields]
         if self.bits == 8:
-            return [*found, codes ^ 0x80]  # q = code - 128 as a signed byte
+            return [*fields, codes ^ 0x80]  # q = code - 128 as a signed byte
         if self.bits == 5:
             place = torch.arange(SIZE, device=codes.device)
-            found.append(
+            fields.append(
                 ((codes >> 4).long() << place)
                 .sum(-1)
                 .to(torch.int64)
@@ -47,7 +47,7 @@ class Of32(BlockType):
                 .contiguous()
             )
         low = codes & 15
-        return [*found, nibbles(low[..., :16], low[..., 16:])]
+        return [*fields, nibbles(low[..., :16], low[..., 16:])]
 
     def read(self, blocks: UInt8[Tensor, "out blocks bytes"]) -> tuple[Tensor, dict[str, Tensor | None]]:
         tensors: dict[str, Tensor | None] = {"scale": half(blocks, 0)}

@@ -21,14 +21,20 @@ LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\\\0]+)")
 LARGEST = 1 << 24  # bytes
 
 
-def write_digests(folder: Path, names: Iterable[str], known: Mapping[str, str] | None = None) -> None:
-    """Write SHA256SUMS for some files of a folder. known: digests that need not be computed again."""
-    found = {name: (known or {}).get(name) or file_sha256(folder / name) for name in sorted(set(names))}
-    write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in found.items()))
+def write_digests(folder: Path, names: Iterable[str], computed: Mapping[str, str] | None = None) -> None:
+    """Write SHA256SUMS for some files of a folder.
+
+    Args:
+        folder: the folder.
+        names: names of the files.
+        computed: digests by file that need not be computed again.
+    """
+    digests = {name: (computed or {}).get(name) or file_sha256(folder / name) for name in sorted(set(names))}
+    write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """The digests that a folder states, by file. Raises ModelError if it states none."""
+    """Return the digests that a folder states, by file. Raises ModelError if it states none."""
     path = folder / SUMS
     try:
         if path.exists() and not (path.is_file() and is_inside(path, folder)):
@@ -43,43 +49,43 @@ def read_digests(folder: Path) -> dict[str, str]:
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model: {path} cannot be read ({error}); fetch it again") from error
-    found = {}
+    digests = {}
     for number, line in enumerate(lines, 1):
         matched = LINE.fullmatch(line)
         if matched is None or matched[2] in (".", ".."):
             raise ModelError(f"model: {path}, line {number}, is not a digest and the name of a file; fetch it again")
-        found[matched[2]] = matched[1]
-    return found
+        digests[matched[2]] = matched[1]
+    return digests
 
 
 def damaged(folder: Path) -> dict[str, str]:
-    """What is wrong with each file of a checkpoint that is not as it was written; empty if all are.
+    """Return what is wrong with each file of a checkpoint that is not as it was written; empty if all are.
 
     A file that loading might read must be listed in SHA256SUMS. Raises ModelError if the folder states no digests.
     """
-    sums, found = read_digests(folder), {}
+    sums, reasons = read_digests(folder), {}
     for name, digest in sums.items():
         path = folder / name
         try:
             if not is_inside(path, folder):
-                found[name] = f"is a link to a file outside of {folder}"
+                reasons[name] = f"is a link to a file outside of {folder}"
                 continue
             actual = file_sha256(path) if path.is_file() else None
         except (OSError, RuntimeError) as error:
-            found[name] = f"cannot be read ({error})"
+            reasons[name] = f"cannot be read ({error})"
             continue
         if actual is None:
-            found[name] = "is missing"
+            reasons[name] = "is missing"
         elif actual != digest:
-            found[name] = f"is damaged: its sha256 is {actual[:12]}..., but {SUMS} says {digest[:12]}..."
-    here = {path.name for path in folder.iterdir() if path.suffix in LOADED and not path.is_dir()}
-    found |= dict.fromkeys(sorted(here - sums.keys() - OTHERS), f"is not listed in {SUMS}")
-    return found
+            reasons[name] = f"is damaged: its sha256 is {actual[:12]}..., but {SUMS} says {digest[:12]}..."
+    present = {path.name for path in folder.iterdir() if path.suffix in LOADED and not path.is_dir()}
+    reasons |= dict.fromkeys(sorted(present - sums.keys() - OTHERS), f"is not listed in {SUMS}")
+    return reasons
 
 
 def verify_digests(folder: Path) -> None:
     """Check every file of a checkpoint against SHA256SUMS. Raises ModelError with a line for each damaged file."""
-    found = damaged(folder)
-    if found:
-        lines = "\n".join(f"{folder / name} {reason}; fetch it again" for name, reason in found.items())
+    reasons = damaged(folder)
+    if reasons:
+        lines = "\n".join(f"{folder / name} {reason}; fetch it again" for name, reason in reasons.items())
         raise ModelError(f"model: {lines}")

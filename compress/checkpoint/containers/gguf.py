@@ -54,15 +54,15 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def packed_index(entries: Mapping[str, Entry]) -> str:
-    """The index as text: the entries by the name in the file, one for all blocks that are alike, without defaults."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the index as text: entries by the name in the file, one for all blocks alike, without defaults."""
+    packed: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
         values = {key: value for key, value in asdict(entry).items() if key == "name" or value}
         shared = values | {"name": NUMBER.sub("*", entry.name, count=1)}
         alike = NUMBER.findall(name)[:1] == NUMBER.findall(entry.name)[:1] != []
-        if not alike or found.setdefault(NUMBER.sub("*", name, count=1), shared) != shared:
-            found[name] = values
-    return json.dumps(found, separators=(",", ":"))
+        if not alike or packed.setdefault(NUMBER.sub("*", name, count=1), shared) != shared:
+            packed[name] = values
+    return json.dumps(packed, separators=(",", ":"))
 
 
 def entry_of(index: Mapping[str, Any], name: str) -> Entry | None:
@@ -114,19 +114,21 @@ def write_gguf(path: Path, architecture: str, metadata: Iterable[tuple[str, Any]
         writer = gguf.GGUFWriter(part, architecture)
         for key, value in metadata:
             _add(writer, key, value)
-        writer.add_string(INDEX, packed_index({each.name: each.entry for each in tensors if each.entry is not None}))
-        for each in tensors:
-            kind = gguf.GGMLQuantizationType[each.type]
-            block = BLOCK_TYPES.get(each.type)
-            dtype = np.dtype({"F32": "float32", "F16": "float16", "BF16": "uint16"}.get(each.type, "uint8"))
-            shape = each.shape if block is None else (*each.shape[:-1], block.row_bytes(each.shape[-1]))
+        writer.add_string(
+            INDEX, packed_index({tensor.name: tensor.entry for tensor in tensors if tensor.entry is not None})
+        )
+        for tensor in tensors:
+            kind = gguf.GGMLQuantizationType[tensor.type]
+            block = BLOCK_TYPES.get(tensor.type)
+            dtype = np.dtype({"F32": "float32", "F16": "float16", "BF16": "uint16"}.get(tensor.type, "uint8"))
+            shape = tensor.shape if block is None else (*tensor.shape[:-1], block.row_bytes(tensor.shape[-1]))
             size = int(np.prod(shape)) * dtype.itemsize
-            writer.add_tensor_info(each.name, shape, dtype, size, raw_dtype=kind)
+            writer.add_tensor_info(tensor.name, shape, dtype, size, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for each in tensors:
-            values = each.read().contiguous()
+        for tensor in tensors:
+            values = tensor.read().contiguous()
             writer.write_tensor_data(
                 values.view(torch.uint8).numpy() if values.dtype == torch.bfloat16 else values.numpy()
             )
@@ -178,27 +180,27 @@ class GGUFTensors:
         if beside.exists() and beside.stat().st_size > LARGEST_INDEX:
             raise ValueError(f"{SIDECAR} has more than {LARGEST_INDEX >> 20} MiB")
         try:
-            found = json.loads(beside.read_text(encoding="utf-8") if beside.exists() else field.contents())
+            index = json.loads(beside.read_text(encoding="utf-8") if beside.exists() else field.contents())
         except RecursionError as error:
             raise ValueError("its names of tensors are nested too deeply") from error
-        if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
             raise ValueError("its names of tensors are no JSON object of objects")
-        return found
+        return index
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor in the order of the model."""
+        """Return a tensor in the order of the model."""
         entry, stored = self._tensors[name]
         kind = stored.tensor_type.name
         if kind in BLOCK_TYPES:
-            found = torch.from_numpy(np.array(stored.data)).flatten(0, -2)
+            tensor = torch.from_numpy(np.array(stored.data)).flatten(0, -2)
             if not name.endswith(BLOCKS):
-                return BLOCK_TYPES[kind].decode(found, int(stored.shape[0])).dense(torch.float32)
+                return BLOCK_TYPES[kind].decode(tensor, int(stored.shape[0])).dense(torch.float32)
         else:
             dtype = next(dtype for dtype, stated in DENSE.items() if stated == kind)
             values = torch.from_numpy(np.array(stored.data))
-            found = values.view(dtype).reshape(tuple(reversed([int(n) for n in stored.shape])))
-        found = rearranged(found, entry.heads)
-        return found - entry.shift if entry.shift else found
+            tensor = values.view(dtype).reshape(tuple(reversed([int(n) for n in stored.shape])))
+        tensor = rearranged(tensor, entry.heads)
+        return tensor - entry.shift if entry.shift else tensor
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by name."""

@@ -70,14 +70,14 @@ class MappedTensors:
         start = LENGTH + length
         self.headers = {name: Header(header[name]["dtype"], tuple(header[name]["shape"])) for name in names}
         offsets = {name: header[name]["data_offsets"] for name in names}
-        self._ranges = {name: (start + first, start + after) for name, (first, after) in offsets.items()}
+        self._ranges = {name: (start + begin, start + end) for name, (begin, end) in offsets.items()}
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return tensors by name; those that are close to each other in the file share a mapping."""
         views: dict[str, Tensor] = {}
         with self._path.open("rb") as file:
-            for (first, after), members in merged({name: self._ranges[name] for name in names}):
-                views |= self._views(file, first, after, members)
+            for (begin, end), members in merged({name: self._ranges[name] for name in names}):
+                views |= self._views(file, begin, end, members)
         return {name: views[name] for name in names}
 
     def ask(self, names: Iterable[str]) -> None:
@@ -85,13 +85,17 @@ class MappedTensors:
         if not hasattr(os, "posix_fadvise"):
             return
         with self._path.open("rb") as file:
-            for (first, after), _ in merged({name: self._ranges[name] for name in names}):
-                os.posix_fadvise(file.fileno(), first, after - first, os.POSIX_FADV_WILLNEED)
+            for (begin, end), _ in merged({name: self._ranges[name] for name in names}):
+                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
-    def _views(self, file: BinaryIO, first: int, after: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors of one range of the file."""
-        base = first - first % mmap.ALLOCATIONGRANULARITY
-        mapping = mmap.mmap(file.fileno(), after - base, access=mmap.ACCESS_COPY, offset=base) if after > first else b""
+    def _views(self, file: BinaryIO, range_start: int, range_end: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors of one range of the file."""
+        base = range_start - range_start % mmap.ALLOCATIONGRANULARITY
+        mapping = (
+            mmap.mmap(file.fileno(), range_end - base, access=mmap.ACCESS_COPY, offset=base)
+            if range_end > range_start
+            else b""
+        )
         views = {}
         for name in names:
             header, (start, end) = self.headers[name], self._ranges[name]
@@ -109,12 +113,12 @@ class MappedTensors:
 
 
 def merged(ranges: Mapping[str, Range]) -> list[tuple[Range, list[str]]]:
-    """Ranges that are at most `GAP` bytes apart as one, with the names in each; in the order of the file."""
-    found: list[tuple[Range, list[str]]] = []
-    for name, (first, after) in sorted(ranges.items(), key=lambda item: item[1]):
-        if found and first - found[-1][0][1] <= GAP:
-            (begin, end), names = found[-1]
-            found[-1] = (begin, max(end, after)), [*names, name]
+    """Merge ranges that are at most `GAP` bytes apart; returns them with their names, in the order of the file."""
+    merged_ranges: list[tuple[Range, list[str]]] = []
+    for name, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):
+        if merged_ranges and start - merged_ranges[-1][0][1] <= GAP:
+            (begin, end), names = merged_ranges[-1]
+            merged_ranges[-1] = (begin, max(end, stop)), [*names, name]
         else:
-            found.append(((first, after), [name]))
-    return found
+            merged_ranges.append(((start, stop), [name]))
+    return merged_ranges

@@ -35,9 +35,9 @@ class Header:
 
     @property
     def bits(self) -> int:
-        """The bits of a value: the first number in the name of the dtype, as in BF16 and F8_E4M3; BOOL has none."""
-        found = re.search(r"\d+", self.dtype)
-        return 8 if found is None else int(found[0])
+        """Return the bits of a value: the first number in the dtype's name, as in BF16 and F8_E4M3; 8 for BOOL."""
+        digits = re.search(r"\d+", self.dtype)
+        return 8 if digits is None else int(digits[0])
 
     @property
     def size_bytes(self) -> int:

@@ -86,8 +86,8 @@ class AWQ(Format):
     def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
         sizes = {scheme.codes.group_size for scheme in schemes.values() if scheme.codes is not None}
         if len(sizes) > 1:
-            found = ", ".join(sorted(map(str, sizes)))
-            return f"format awq has one group size for all layers, not {found}; use one of them, or format: gptq"
+            listed_sizes = ", ".join(sorted(map(str, sizes)))
+            return f"format awq has one group size for all layers, not {listed_sizes}; use one of them, or format: gptq"
         return None
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme:
@@ -134,21 +134,21 @@ class AWQ(Format):
         codes, rows = codes_of(scheme), scheme.shape[0]
         specs = self.tensors(scheme)
         specs["scales"] = TensorSpec(specs["scales"].shape)  # other writers store other floats
-        known = checked(specs, tensors, "")
-        zero: Tensor | None = signed_zeros(_unpack(known["qzeros"], rows).T, codes)
+        stored = checked(specs, tensors, "")
+        zero: Tensor | None = signed_zeros(_unpack(stored["qzeros"], rows).T, codes)
         if codes.symmetric:
             if bool(zero.any()):
                 raise ValueError("qzeros are not all 8, but its config says zero_point: false")
             zero = None
-        words = pack(_unpack(known["qweight"], rows).T, BITS)
-        held = {"words": words, "scale": known["scales"].T.contiguous(), "zero": zero}
-        return [CodesPart(codes, scheme.shape, held)], []
+        words = pack(_unpack(stored["qweight"], rows).T, BITS)
+        fields = {"words": words, "scale": stored["scales"].T.contiguous(), "zero": zero}
+        return [CodesPart(codes, scheme.shape, fields)], []
 
     def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         if not schemes:
             return None
         size = codes_of(next(iter(schemes.values()))).group_size
-        found = {
+        settings = {
             "quant_method": self.quant_method,
             "bits": BITS,
             "group_size": size if isinstance(size, int) else -1,
@@ -157,18 +157,18 @@ class AWQ(Format):
             "modules_to_not_convert": ignore,
         }
         inside = [name for name in ignore if in_block(name) is not None]
-        return found | {"dynamic": skipped(inside)} if inside else found
+        return settings | {"dynamic": skipped(inside)} if inside else settings
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        found = {}
+        schemes = {}
         for name, shape in shapes.items():
             if f"{name}.qweight" in stored:
                 size = read_group_size(shape[1], config["group_size"], stored[f"{name}.scales"][0], name)
                 codes = CodesScheme(int_grid(BITS), size, not config.get("zero_point", True))
-                found[name] = LayerScheme(shape, (codes,))
-        return found
+                schemes[name] = LayerScheme(shape, (codes,))
+        return schemes
 
 
 def _pack(codes: Int[Tensor, "n out"]) -> Int[Tensor, "n words"]:

@@ -27,42 +27,49 @@ def matches(pattern: str, name: str) -> bool:
         raise ValueError(f"{pattern[:100]!r} is no regular expression ({error})") from error
 
 
-def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format that transformers reads cannot store a layer of an embedding in codes; None if it can."""
+def refuses_embeddings(scheme: LayerScheme, format_name: str) -> str | None:
+    """Return why a format that transformers reads cannot store an embedding in codes; None if it can."""
     if scheme.role == "linear" or scheme.plain:
         return None
-    what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
-    return f"transformers loads no {here} with {what} in codes; use format: native"
+    layer_kind = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
+    return f"transformers loads no {format_name} with {layer_kind} in codes; use format: native"
 
 
-def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format without embeddings in codes, outlier columns and transforms of inputs cannot store a layer, or None.
+def refuses_inputs(scheme: LayerScheme, format_name: str) -> str | None:
+    """Return why a format without embeddings in codes, outlier columns and transforms of inputs cannot store a layer.
 
-    here: the name of the format, for the message.
+    Args:
+        scheme: scheme of the layer.
+        format_name: name of the format, for the message.
+
+    Returns:
+        The reason; None if the format can store it.
     """
-    return refuses_embeddings(scheme, here) or refuses_transforms(scheme, here)
+    return refuses_embeddings(scheme, format_name) or refuses_transforms(scheme, format_name)
 
 
-def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can."""
+def refuses_transforms(scheme: LayerScheme, format_name: str) -> str | None:
+    """Return why a format without outlier columns and input transforms cannot store a layer; None if it can."""
     if scheme.rounding is not None and scheme.rounding.outliers:
-        return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
+        return f"{format_name} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
     if scheme.rounding is not None and scheme.rounding.clip != 1:
-        return f"{here} cannot state that scales of inputs are clipped; use activation_clip: 1, or format: native"
+        return (
+            f"{format_name} cannot state that scales of inputs are clipped; use activation_clip: 1, or format: native"
+        )
     if scheme.rounding is not None and scheme.rounding.groups is not None:
-        return f"{here} cannot state scales of inputs for groups of channels; use format: native"
+        return f"{format_name} cannot state scales of inputs for groups of channels; use format: native"
     mapped = scheme.maps_inputs
     if mapped is not None:
-        return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"
+        return f"{mapped.effect}, and {format_name} cannot state this; use format: native{mapped.instead}"
     return None
 
 
 def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under a key of a config. Raises ValueError if there is none."""
-    found = values.get(key)
-    if not isinstance(found, Mapping):
+    """Return the object under a key of a config. Raises ValueError if there is none."""
+    value = values.get(key)
+    if not isinstance(value, Mapping):
         raise ValueError(f"it has no object {key!r}")
-    return found
+    return value
 
 
 def layers_config(method: str | None, schemes: Mapping[str, LayerScheme], version: str) -> dict[str, Any] | None:
@@ -72,14 +79,14 @@ def layers_config(method: str | None, schemes: Mapping[str, LayerScheme], versio
 
 
 def layers_of(config: Mapping[str, Any]) -> dict[str, LayerScheme]:
-    """The inverse of `layers_config`. Raises ValueError, with the name of the layer."""
-    found = {}
+    """Invert `layers_config`. Raises ValueError, with the name of the layer."""
+    schemes = {}
     for name, layer in mapping(config, "layers").items():
         try:
-            found[name] = LayerScheme.from_json(layer)
+            schemes[name] = LayerScheme.from_json(layer)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    return found
+    return schemes
 
 
 @dataclass(frozen=True)
@@ -112,9 +119,9 @@ class Ends:
 
     @property
     def weights(self) -> list[str]:
-        """The names of the dense weights, that of tied ends once."""
-        found = (self.embedding, None if self.tied else self.head)
-        return [name for name in found if name is not None]
+        """Return the names of the dense weights, that of tied ends once."""
+        names = (self.embedding, None if self.tied else self.head)
+        return [name for name in names if name is not None]
 
 
 class Format(ABC):

@@ -83,51 +83,53 @@ class BitsAndBytes(Format):
     def refuses(self, scheme: LayerScheme) -> str | None:
         if scheme.plain:
             return None
-        here, codes = f"format {self.name}", scheme.codes
-        ends = refuses_embeddings(scheme, here)
+        format_name, codes = f"format {self.name}", scheme.codes
+        ends = refuses_embeddings(scheme, format_name)
         if ends is not None:
             return ends
         if scheme.maps_inputs is not None:
             mapped = scheme.maps_inputs
-            return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"
+            return f"{mapped.effect}, and {format_name} cannot state this; use format: native{mapped.instead}"
         if codes is None:
-            return f"{here} holds only codes, not {scheme.text}; use format: native"
+            return f"{format_name} holds only codes, not {scheme.text}; use format: native"
         if codes.grid is INT8:
             return self._refuses_int8(scheme, codes)
         if codes.grid not in KINDS:
-            known = ", ".join(FLOATS.values())
-            return f"{here} holds weights int8, {known}, not {codes.grid.name}; use one of them, or format: native"
+            grids = ", ".join(FLOATS.values())
+            return (
+                f"{format_name} holds weights int8, {grids}, not {codes.grid.name}; use one of them, or format: native"
+            )
         if scheme.rounding is not None:
-            return f"{here} does not round the inputs of 4-bit weights; use activations: none, or format: native"
+            return f"{format_name} does not round the inputs of 4-bit weights; use activations: none, or format: native"
         size, width = codes.group_size, scheme.shape[1]
         if codes.indexed or size not in BLOCKS or width % int(size):
-            known = ", ".join(str(block) for block in BLOCKS if width % block == 0)
-            use = f"use {known}, or format: native" if known else "use format: native"
-            return f"{here} has no blocks of {size} columns for {width} inputs; {use}"
+            supported = ", ".join(str(block) for block in BLOCKS if width % block == 0)
+            use = f"use {supported}, or format: native" if supported else "use format: native"
+            return f"{format_name} has no blocks of {size} columns for {width} inputs; {use}"
         return None
 
     def _refuses_int8(self, scheme: LayerScheme, codes: CodesScheme) -> str | None:
-        here, rounding = f"format {self.name}", scheme.rounding
+        format_name, rounding = f"format {self.name}", scheme.rounding
         if codes.group_size not in ("channel", "tensor") or not codes.symmetric or codes.rows > 1:
             return (
-                f"{here} holds int8 weights with one scale per row, without zero points; use group_size: channel and "
-                "symmetric: true, or format: native"
+                f"{format_name} holds int8 weights with one scale per row, without zero points; use "
+                "group_size: channel and symmetric: true, or format: native"
             )
         dynamic = rounding is not None and rounding.scale == "token" and rounding.symmetric and not rounding.columns
         dynamic = dynamic and rounding is not None and rounding.clip == 1 and rounding.groups is None
         if rounding is None or not dynamic or rounding.grid is not INT8:
             return (
-                f"{here} rounds the inputs of int8 weights to int8 per token, with outlier columns found at run time; "
-                "use the pass llm_int8, or activations: int8, or format: native"
+                f"{format_name} rounds the inputs of int8 weights to int8 per token, with outlier columns found at run "
+                "time; use the pass llm_int8, or activations: int8, or format: native"
             )
         return None
 
     def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
         kinds = {name: _kind(scheme) for name, scheme in schemes.items()}
         if len(set(kinds.values())) > 1:
-            found = sorted({codes_of(scheme).grid.name for scheme in schemes.values()})
-            same = f"not {', '.join(found)}" if len(found) > 1 else "not several thresholds"
-            return f"format {self.name} has one grid for all layers, {same}; use one of them, or format: native"
+            grids = sorted({codes_of(scheme).grid.name for scheme in schemes.values()})
+            difference = f"not {', '.join(grids)}" if len(grids) > 1 else "not several thresholds"
+            return f"format {self.name} has one grid for all layers, {difference}; use one of them, or format: native"
         return None
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme:
@@ -153,16 +155,16 @@ class BitsAndBytes(Format):
         assert isinstance(codes.group_size, int)
         blocks = rows * (width // codes.group_size)
         text = _state(scheme, self.dtype, 0.0 if double else None)
-        found = {
+        specs = {
             "weight": TensorSpec((rows * width // 2, 1), torch.uint8),
             "weight.absmax": TensorSpec((blocks,), torch.uint8 if double else torch.float32),
             "weight.quant_map": TensorSpec((16,), torch.float32),
             f"{STATE}{kind}": TensorSpec((len(text),), torch.uint8),
         }
         if double:
-            found["weight.nested_absmax"] = TensorSpec((math.ceil(blocks / NESTED),), torch.float32)
-            found["weight.nested_quant_map"] = TensorSpec((256,), torch.float32)
-        return found
+            specs["weight.nested_absmax"] = TensorSpec((math.ceil(blocks / NESTED),), torch.float32)
+            specs["weight.nested_quant_map"] = TensorSpec((256,), torch.float32)
+        return specs
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
@@ -176,15 +178,15 @@ class BitsAndBytes(Format):
         offset = float(part.shared[0]) if part.shared is not None else None
         text = torch.tensor(list(_state(scheme, self.dtype, offset)), dtype=torch.uint8)
         codes = _to_bnb(unpack(part.words, 4, part.shape[1]), kind).flatten()
-        found = {
+        tensors = {
             "weight": (codes[0::2] << 4 | codes[1::2]).view(-1, 1),
             "weight.absmax": part.scale.flatten() if double else part.scale.float().flatten(),
             "weight.quant_map": _map(kind),
             f"{STATE}{kind}": text,
         }
         if part.shared is not None:
-            found |= {"weight.nested_absmax": part.shared[1:], "weight.nested_quant_map": dynamic_levels()}
-        return found
+            tensors |= {"weight.nested_absmax": part.shared[1:], "weight.nested_quant_map": dynamic_levels()}
+        return tensors
 
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
@@ -195,31 +197,31 @@ class BitsAndBytes(Format):
             if tensors.get("weight_format", torch.tensor(0)).tolist() not in (0, [0]):
                 raise ValueError("weight_format is not 0; only rows one after the other can be read")
             del specs["weight_format"]
-            known = checked(specs, tensors, "")
-            scale = divided(known["SCB"], HIGHEST).view(-1, 1)
-            part = CodesPart.of(Codes(known["weight"], scale, None, INT8, "channel"))
+            stored = checked(specs, tensors, "")
+            scale = divided(stored["SCB"], HIGHEST).view(-1, 1)
+            part = CodesPart.of(Codes(stored["weight"], scale, None, INT8, "channel"))
             assert scheme.rounding is not None
             return [part], [InputRounding(scheme.rounding, scheme.shape, {})]
         kind, double = KINDS[codes.grid]
         text = tensors[f"{STATE}{kind}"]
         specs[f"{STATE}{kind}"] = TensorSpec(tuple(text.shape), torch.uint8)  # as long as its writer made it
-        known = checked(specs, tensors, "")
+        stored = checked(specs, tensors, "")
         state = _read_state(text, scheme, kind)
-        _check_map("weight.quant_map", known["weight.quant_map"], _map(kind))
-        stream = known["weight"].flatten()
+        _check_map("weight.quant_map", stored["weight.quant_map"], _map(kind))
+        stream = stored["weight"].flatten()
         unsigned = _from_bnb(torch.stack([stream >> 4, stream & 15], dim=-1).view(rows, width), kind)
-        held = {"words": pack(unsigned, 4), "scale": known["weight.absmax"].view(rows, -1)}
+        fields = {"words": pack(unsigned, 4), "scale": stored["weight.absmax"].view(rows, -1)}
         if double:
-            _check_map("weight.nested_quant_map", known["weight.nested_quant_map"], dynamic_levels())
+            _check_map("weight.nested_quant_map", stored["weight.nested_quant_map"], dynamic_levels())
             offset = torch.tensor([float(state["nested_offset"])], device=text.device)
-            held["shared"] = torch.cat([offset, known["weight.nested_absmax"]])
-        return [CodesPart(codes, scheme.shape, held)], []
+            fields["shared"] = torch.cat([offset, stored["weight.nested_absmax"]])
+        return [CodesPart(codes, scheme.shape, fields)], []
 
     def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         if not schemes:
             return None
-        first = next(iter(schemes.values()))
-        grid, rounding = codes_of(first).grid, first.rounding
+        scheme = next(iter(schemes.values()))
+        grid, rounding = codes_of(scheme).grid, scheme.rounding
         kind, double = KINDS.get(grid, ("fp4", False))
         return {
             "quant_method": self.quant_method,
@@ -238,18 +240,18 @@ class BitsAndBytes(Format):
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        found = {}
+        schemes = {}
         threshold = config.get("llm_int8_threshold", 6.0) or None
         rounding = RoundingScheme(INT8, "token", None if threshold is None else float(threshold))
         for name, shape in shapes.items():
             if f"{name}.SCB" in stored:
-                found[name] = LayerScheme(shape, (CodesScheme(INT8, "channel"),), (rounding,))
+                schemes[name] = LayerScheme(shape, (CodesScheme(INT8, "channel"),), (rounding,))
             for kind in ("nf4", "fp4"):
                 if f"{name}.{STATE}{kind}" in stored:
                     grid = GRIDS[FLOATS[kind, f"{name}.weight.nested_absmax" in stored]]
                     blocks = math.prod(stored[f"{name}.weight.absmax"])
-                    found[name] = LayerScheme(shape, (CodesScheme(grid, _block_size(shape, blocks, name)),))
-        return found
+                    schemes[name] = LayerScheme(shape, (CodesScheme(grid, _block_size(shape, blocks, name)),))
+        return schemes
 
 
 def _adapted(codes: CodesScheme) -> CodesScheme:
@@ -299,24 +301,24 @@ def _read_state(text: Int[Tensor, " n"], scheme: LayerScheme, kind: str) -> dict
     offset = state.get("nested_offset", None if KINDS[codes_of(scheme).grid][1] else 0.0)
     if not isinstance(offset, int | float) or abs(offset) > sys.float_info.max:
         raise ValueError(f"{name} cannot be read (its nested_offset is {offset!r}, which is no number)")
-    found = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize", NESTED)
-    wanted = scheme.shape, codes_of(scheme).group_size, NESTED
-    if found != wanted:
-        raise ValueError(f"{name} states shape, blocksize and nested_blocksize {found}, but they must be {wanted}")
+    stated = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize", NESTED)
+    expected = scheme.shape, codes_of(scheme).group_size, NESTED
+    if stated != expected:
+        raise ValueError(f"{name} states shape, blocksize and nested_blocksize {stated}, but they must be {expected}")
     return state
 
 
 def _map(kind: str) -> Tensor:
-    """The value of each code."""
+    """Return the value of each code."""
     if kind == "nf4":
         return torch.tensor(NF4_LEVELS)
-    found = torch.zeros(16)
-    found[list(FP4_CODES)] = torch.tensor(FP4_BNB_LEVELS)
-    return found
+    levels = torch.zeros(16)
+    levels[list(FP4_CODES)] = torch.tensor(FP4_BNB_LEVELS)
+    return levels
 
 
-def _check_map(name: str, found: Tensor, wanted: Tensor) -> None:
-    if not torch.allclose(found.cpu(), wanted, rtol=0, atol=1e-6):
+def _check_map(name: str, levels: Tensor, expected: Tensor) -> None:
+    if not torch.allclose(levels.cpu(), expected, rtol=0, atol=1e-6):
         raise ValueError(f"{name} holds other values than those of bitsandbytes")
 
 

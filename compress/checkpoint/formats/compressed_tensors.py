@@ -120,9 +120,9 @@ class CompressedTensors(Format):
         return part if layout is None or codes is None else layout.adapt_part(codes)
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
-        found = self._layout(scheme).tensors(scheme)
+        specs = self._layout(scheme).tensors(scheme)
         static = scheme.rounding is not None and scheme.rounding.scale == "static"
-        return found | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
+        return specs | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
 
     def units(self, scheme: LayerScheme) -> tuple[int, int]:
         return self._layout(scheme).units(codes_of(scheme))
@@ -144,12 +144,12 @@ class CompressedTensors(Format):
         specs = layout.tensors(scheme)
         static = scheme.rounding is not None and scheme.rounding.scale == "static"
         specs |= {INPUT_SCALE: TensorSpec((1,))} if static else {}
-        known = checked(specs, tensors, "")
+        stored = checked(specs, tensors, "")
         transforms = []
         if scheme.rounding is not None:
-            scale = known.get(INPUT_SCALE)
+            scale = stored.get(INPUT_SCALE)
             transforms.append(InputRounding(scheme.rounding, scheme.shape, {"scale": scale}))
-        return [layout.decode(known, scheme)], transforms
+        return [layout.decode(stored, scheme)], transforms
 
     def _layout(self, scheme: LayerScheme) -> Layout:
         layout = layout_of(scheme)
@@ -171,11 +171,11 @@ class CompressedTensors(Format):
         if any(layer.expert and layer.scheme.plain for layer in layers):
             return "transformers does not read dense experts if other layers are quantized"
         codes = [codes_of(layer.scheme) for layer in coded]
-        kinds = {(one.grid, one.group_size) for one in codes}
+        kinds = {(scheme.grid, scheme.group_size) for scheme in codes}
         inside = [layer.scheme for layer in coded if layer.expert]
         if inside and not _readable_experts(inside, len(kinds)):
             return "transformers reads experts only if packed with one scheme, without zero points or rounded inputs"
-        if len(kinds) > 1 and any(not one.symmetric for one in codes):
+        if len(kinds) > 1 and any(not scheme.symmetric for scheme in codes):
             sizes = ", ".join(sorted({f"{grid.name} in groups of {size}" for grid, size in kinds}))
             return (
                 f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
@@ -220,7 +220,7 @@ class CompressedTensors(Format):
         }
         formats = {group["format"] for group, _ in groups.values()}
         summary = formats.copy().pop() if len(formats) == 1 else "mixed-precision" if formats else "dense"
-        found = {
+        settings = {
             "quant_method": self.quant_method,
             "version": WRITES_AS,
             "format": summary,
@@ -236,8 +236,8 @@ class CompressedTensors(Format):
         if zeros or (single and formats <= IN_BFLOAT16):
             # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
             # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).
-            found["run_compressed"] = False
-        return found
+            settings["run_compressed"] = False
+        return settings
 
     def _group(self, scheme: LayerScheme) -> dict[str, Any]:
         layout = self._layout(scheme)
@@ -250,14 +250,14 @@ class CompressedTensors(Format):
     ) -> dict[str, LayerScheme]:
         ignored = config.get("ignore") or []
         names = [name for name in shapes if not any(_matches(pattern, name) for pattern in ignored)]
-        found: dict[str, tuple[int, LayerScheme]] = {}
+        ranked: dict[str, tuple[int, LayerScheme]] = {}
         for group in config["config_groups"].values():
             codes, transforms = _schemes_of_group(group, config)
             for name in names:
                 rank = max((_matches(target, name) for target in group["targets"]), default=0)
-                if rank > found.get(name, (0, None))[0]:
-                    found[name] = rank, LayerScheme(shapes[name], (codes,), transforms)
-        return {name: scheme for name, (_, scheme) in found.items()}
+                if rank > ranked.get(name, (0, None))[0]:
+                    ranked[name] = rank, LayerScheme(shapes[name], (codes,), transforms)
+        return {name: scheme for name, (_, scheme) in ranked.items()}
 
 
 def _matches(target: str, name: str) -> int:
@@ -280,8 +280,8 @@ def _schemes_of_group(
     layouts = {layout.name: layout for layout in LAYOUTS}
     name = group.get("format") or config["format"]
     if name not in layouts:
-        known = ", ".join(layouts)
-        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {known}")
+        readable = ", ".join(layouts)
+        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {readable}")
     size, rows = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"], 1
     if size == "block":
         rows, size = weights["block_structure"]
@@ -295,7 +295,9 @@ def _schemes_of_group(
 
 
 def _readable_experts(schemes: Sequence[LayerScheme], kinds: int) -> bool:
-    """Whether transformers unpacks these linears of experts: all in one integer scheme, without zero points."""
+    """Return whether transformers unpacks these linears of experts: all in one integer scheme, without zero points."""
     codes = [codes_of(scheme) for scheme in schemes]
-    plain = all(one.symmetric and not one.indexed for one in codes) and all(s.rounding is None for s in schemes)
-    return kinds == 1 and plain and all(isinstance(one.grid, IntGrid) for one in codes)
+    plain = all(scheme.symmetric and not scheme.indexed for scheme in codes) and all(
+        s.rounding is None for s in schemes
+    )
+    return kinds == 1 and plain and all(isinstance(scheme.grid, IntGrid) for scheme in codes)

@@ -78,9 +78,9 @@ class GGUF(Format):
 
     def configured(self, embedding: str, head: str) -> Format:
         for option, value in (("embedding", embedding), ("head", head)):
-            known = ["auto", *BLOCK_TYPES, "dense"]
-            if value not in known:
-                raise ValueError(f"{option}: type {value!r} is not known{did_you_mean(value, known)}")
+            known_types = ["auto", *BLOCK_TYPES, "dense"]
+            if value not in known_types:
+                raise ValueError(f"{option}: type {value!r} is not known{did_you_mean(value, known_types)}")
         types = [END_TYPE if value == "auto" else value for value in (embedding, head)]
         return GGUF(types[0], types[1])
 
@@ -120,8 +120,8 @@ class GGUF(Format):
         block = block_of(scheme)
         if block is None or scheme.codes is None:
             raise ValueError(f"weight is {scheme.text}, which no block type holds")
-        known = checked(self.tensors(scheme), tensors, "")
-        return [block.decode(known[STORED], scheme.shape[1], scheme.codes.grid)], []
+        stored = checked(self.tensors(scheme), tensors, "")
+        return [block.decode(stored[STORED], scheme.shape[1], scheme.codes.grid)], []
 
     def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         return torch.float32
@@ -144,8 +144,8 @@ class GGUF(Format):
             return "the package gguf is not installed (extra: compress-llm[gguf])"
         architecture = architecture_of(ends.config)
         if architecture is None:
-            known = ", ".join(architectures())
-            return f"models of the type {ends.config.model_type} cannot be written as GGUF, only {known}"
+            supported = ", ".join(architectures())
+            return f"models of the type {ends.config.model_type} cannot be written as GGUF, only {supported}"
         if reason := architecture.refuses(ends.config):
             return reason
         try:
@@ -197,8 +197,8 @@ def _instead(codes: CodesScheme) -> str:
 
 
 def _fallback(block: BlockType) -> str:
-    other = BLOCK_TYPES.get(FALLBACK.get(block.name, ""))
-    return "weights: none for this layer in overrides" if other is None else f"fallback: {other.grids[-1]}"
+    fallback = BLOCK_TYPES.get(FALLBACK.get(block.name, ""))
+    return "weights: none for this layer in overrides" if fallback is None else f"fallback: {fallback.grids[-1]}"
 
 
 def _tensors(
@@ -208,7 +208,7 @@ def _tensors(
     blocks: Mapping[str, BlockType | None],
     layers: Set[str],
 ) -> Iterator[Stored]:
-    """The tensors of the file in the order of the shards.
+    """Yield the tensors of the file in the order of the shards.
 
     blocks: the block types by name in the shards. layers: the weights that are read back as codes; others of `blocks`
     are read back dense.
@@ -216,9 +216,9 @@ def _tensors(
     name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
     for full, path in sorted(shards.items(), key=lambda item: (item[1], item[0])):
         plain = full.removesuffix(BLOCKS)
-        known = ends.embedding if ends.tied and plain == ends.head else plain
-        found = None if known is None else name_in_file(known)
-        assert found is not None, f"the gguf package has no name for {plain}"
+        weight_name = ends.embedding if ends.tied and plain == ends.head else plain
+        file_name = None if weight_name is None else name_in_file(weight_name)
+        assert file_name is not None, f"the gguf package has no name for {plain}"
         heads = architecture.rotated_heads(plain, ends.config)
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(full)
@@ -226,42 +226,42 @@ def _tensors(
         read = partial(_read, path, full, heads, shift)
         if full == plain:
             kind = DENSE[tensor.dtype]
-            yield Stored(found, Entry(full, heads, shift), kind, tuple(tensor.shape), read)
+            yield Stored(file_name, Entry(full, heads, shift), kind, tuple(tensor.shape), read)
             continue
         block = blocks[full]
         assert block is not None, "refuses was not asked"
         entry = Entry(full if plain in layers else plain, heads)
         width = tensor.shape[1] // block.size_bytes * block.size
-        yield Stored(found, entry, block.name, (tensor.shape[0], width), read)
+        yield Stored(file_name, entry, block.name, (tensor.shape[0], width), read)
     if (factors := rope_factors(ends.config)) is not None:
         yield Stored("rope_freqs.weight", None, "F32", tuple(factors.shape), lambda: factors)
 
 
 def _read(path: Path, name: str, heads: int | None, shift: float) -> Tensor:
-    """A tensor of a shard as the file holds it."""
+    """Return a tensor of a shard as the file holds it."""
     with safe_open(path, framework="pt") as file:
-        found = arranged(file.get_tensor(name), heads)
-    return found + shift if shift else found
+        tensor = arranged(file.get_tensor(name), heads)
+    return tensor + shift if shift else tensor
 
 
 def _metadata(
     architecture: Architecture, ends: Ends, vocabulary: Vocabulary, tensors: Sequence[Stored]
 ) -> Iterator[tuple[str, Any]]:
-    """All values of the file's header by key."""
+    """Yield all values of the file's header by key."""
     sizes: dict[str, int] = {}
-    for each in tensors:
-        if len(each.shape) > 1 and each.entry is not None and each.entry.name.endswith(BLOCKS):
-            sizes[each.type] = sizes.get(each.type, 0) + each.shape[0] * each.shape[1]
+    for tensor in tensors:
+        if len(tensor.shape) > 1 and tensor.entry is not None and tensor.entry.name.endswith(BLOCKS):
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.shape[0] * tensor.shape[1]
     most = max(sizes, key=lambda kind: sizes[kind]) if sizes else None
     dense = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp, include/*.h: the types of files
-    kind = next((dense[each.type] for each in tensors if len(each.shape) > 1 and each.type in dense), 0)
+    kind = next((dense[tensor.type] for tensor in tensors if len(tensor.shape) > 1 and tensor.type in dense), 0)
     yield "general.type", "model"
     yield "general.name", ends.name
     yield "general.file_type", kind if most is None else BLOCK_TYPES[most].file_type
     yield "general.quantization_version", QUANTIZATION_VERSION
     for key, value in architecture.metadata(ends.config):
         yield f"{architecture.name}.{key}", value
-    held = (
+    fields = (
         ("model", vocabulary.model),
         ("pre", vocabulary.pre),
         ("tokens", vocabulary.tokens),
@@ -269,7 +269,7 @@ def _metadata(
         ("scores", vocabulary.scores),
         ("merges", vocabulary.merges),
     )
-    for key, value in (*held, *vocabulary.flags.items()):
+    for key, value in (*fields, *vocabulary.flags.items()):
         if value != []:
             yield f"tokenizer.ggml.{key}", value
     if vocabulary.template is not None:

@@ -73,8 +73,8 @@ class GPTQ(Format):
     def of_config(self, config: Mapping[str, Any]) -> GPTQ:
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in VERSIONS or config.get("pack_dtype", "int32") != "int32":
-            known = ", ".join(VERSIONS)
-            raise ValueError(f"the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
+            versions = ", ".join(VERSIONS)
+            raise ValueError(f"the layout {version!r} of GPTQ cannot be read; known: {versions}, in int32 words")
         return GPTQ(VERSIONS[version])
 
     @property
@@ -143,17 +143,17 @@ class GPTQ(Format):
         specs["scales"] = TensorSpec(specs["scales"].shape)  # other writers store other floats
         if "g_idx" not in tensors and not codes.indexed:
             del specs["g_idx"]
-        known = checked(specs, tensors, "")
-        index = known.get("g_idx")
+        stored = checked(specs, tensors, "")
+        index = stored.get("g_idx")
         if index is not None:
-            _check_index(index, codes, scheme.shape[1], known["scales"].shape[0])
-        held = {
-            "words": known["qweight"].T.contiguous(),
-            "scale": known["scales"].T.contiguous(),
-            "zero": self._zeros(known["qzeros"], codes, scheme.shape[0]),
+            _check_index(index, codes, scheme.shape[1], stored["scales"].shape[0])
+        fields = {
+            "words": stored["qweight"].T.contiguous(),
+            "scale": stored["scales"].T.contiguous(),
+            "zero": self._zeros(stored["qzeros"], codes, scheme.shape[0]),
             "group_index": index if codes.indexed else None,
         }
-        return [CodesPart(codes, scheme.shape, held)], []
+        return [CodesPart(codes, scheme.shape, fields)], []
 
     def _zeros(self, words: Tensor, codes: CodesScheme, rows: int) -> Int[Tensor, "out groups"] | None:
         """The zero points, or None for symmetric codes. Raises ValueError."""
@@ -173,38 +173,38 @@ class GPTQ(Format):
             return None
         facts = {name: _facts(codes_of(scheme)) for name, scheme in schemes.items()}
         base = dict(Counter(tuple(sorted(fact.items())) for fact in facts.values()).most_common(1)[0][0])
-        other = {name: {k: v for k, v in fact.items() if v != base[k]} for name, fact in facts.items()}
+        changes_by_name = {name: {k: v for k, v in fact.items() if v != base[k]} for name, fact in facts.items()}
         inside = [name for name in ignore if in_block(name) is not None]
-        dynamic = {f"+:^{re.escape(name)}$": changes for name, changes in other.items() if changes}
+        dynamic = {f"+:^{re.escape(name)}$": changes for name, changes in changes_by_name.items() if changes}
         dynamic |= skipped(inside)
         symmetric = all(codes_of(scheme).symmetric for scheme in schemes.values())
         layout = "gptq" if symmetric else "gptq_v2"
-        found: dict[str, Any] = {"quant_method": self.quant_method, **base, "sym": symmetric, "lm_head": False}
-        found |= {"format": layout, "checkpoint_format": layout, "pack_dtype": "int32"}
-        found["meta"] = {"quantizer": [f"compress:{version}"]}
+        settings: dict[str, Any] = {"quant_method": self.quant_method, **base, "sym": symmetric, "lm_head": False}
+        settings |= {"format": layout, "checkpoint_format": layout, "pack_dtype": "int32"}
+        settings["meta"] = {"quantizer": [f"compress:{version}"]}
         if dynamic:
-            found["dynamic"] = dynamic
+            settings["dynamic"] = dynamic
         kinds = {in_block(name) for name in schemes} - {None}
         if inside and not kinds & {in_block(name) for name in inside}:
-            found["modules_in_block_to_quantize"] = [sorted(str(kind) for kind in kinds)]  # for transformers
-        return found
+            settings["modules_in_block_to_quantize"] = [sorted(str(kind) for kind in kinds)]  # for transformers
+        return settings
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        found = {}
+        schemes = {}
         for name, shape in shapes.items():
             if f"{name}.qweight" not in stored:
                 continue
-            own = _settings(config, name)
+            settings = _settings(config, name)
             words, groups = stored[f"{name}.qweight"][0], stored[f"{name}.scales"][0]
             if words * 32 // shape[1] not in BITS:
                 raise ValueError(f"{name}.qweight has {words} words for {shape[1]} inputs")
-            size = read_group_size(shape[1], own["group_size"], groups, name)
-            indexed = bool(own.get("desc_act", False)) and isinstance(size, int)
-            codes = CodesScheme(int_grid(words * 32 // shape[1]), size, bool(own.get("sym", True)), indexed)
-            found[name] = LayerScheme(shape, (codes,))
-        return found
+            size = read_group_size(shape[1], settings["group_size"], groups, name)
+            indexed = bool(settings.get("desc_act", False)) and isinstance(size, int)
+            codes = CodesScheme(int_grid(words * 32 // shape[1]), size, bool(settings.get("sym", True)), indexed)
+            schemes[name] = LayerScheme(shape, (codes,))
+        return schemes
 
 
 def _contiguous(codes: CodesScheme, width: int) -> Int[Tensor, " in"]:
@@ -229,8 +229,8 @@ def _facts(codes: CodesScheme) -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The settings of one layer: those of the config, replaced by those of the first matching entry of `dynamic`."""
-    for pattern, own in (config.get("dynamic") or {}).items():
+    """Return the settings of one layer: those of the config, changed by the first matching entry of `dynamic`."""
+    for pattern, changes in (config.get("dynamic") or {}).items():
         if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), name):
-            return {**config, **own}
+            return {**config, **changes}
     return dict(config)

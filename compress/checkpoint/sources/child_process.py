@@ -48,7 +48,7 @@ def run_function(function: Callable[..., None], *paths: Path) -> subprocess.Comp
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process, with the absolute entries of PYTHONPATH alone."""
-    found = dict(os.environ)
-    entries = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
-    return found | ({"PYTHONPATH": os.pathsep.join(entries)} if entries else {})
+    """Return the environment of this process, with the absolute entries of PYTHONPATH alone."""
+    environment = dict(os.environ)
+    entries = [entry for entry in environment.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
+    return environment | ({"PYTHONPATH": os.pathsep.join(entries)} if entries else {})

@@ -88,9 +88,9 @@ def read_sentence_files(folder: Path) -> tuple[dict[str, str], list[str]]:
     for part in parts:
         if not part.is_dir():
             continue  # such as the folder of a normalization, which has no files
-        others = sorted(path.name for path in part.iterdir() if path.name != "config.json")
-        if others:
-            return {}, [f"{part.name}/{others[0]} of sentence-transformers was not copied, nor {MODULES}; copy them"]
+        weights = sorted(path.name for path in part.iterdir() if path.name != "config.json")
+        if weights:
+            return {}, [f"{part.name}/{weights[0]} of sentence-transformers was not copied, nor {MODULES}; copy them"]
         if (part / "config.json").exists():
             texts[f"{part.name}/config.json"] = _text(part / "config.json", folder)
     return texts, []

@@ -43,12 +43,14 @@ def as_safetensors(path: Path) -> Path:
 
 
 def _converted(path: Path, folder: Path) -> None:
-    done = run_function(convert, path, folder)
-    if done.returncode:
-        refused = done.stderr.rpartition(REFUSED)[2].strip() if REFUSED in done.stderr else None
+    process = run_function(convert, path, folder)
+    if process.returncode:
+        refused = process.stderr.rpartition(REFUSED)[2].strip() if REFUSED in process.stderr else None
         if refused:
             raise ModelError(refused)
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        reason = (
+            process.stderr.strip().splitlines()[-1] if process.stderr.strip() else f"exit code {process.returncode}"
+        )
         raise ModelError(
             f"model: {path} cannot be read ({reason}); "
             "if the gguf package is missing, install the extra: compress-llm[gguf]"

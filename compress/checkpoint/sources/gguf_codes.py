@@ -97,15 +97,15 @@ def _describe(path: Path) -> None:
 
 
 def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """The name in the file of each tensor of the model; of tied tensors, once."""
+    """Yield the name in the file of each tensor of the model; of tied tensors, once."""
     name_in_file = architecture.tensor_names(model.config.num_hidden_layers)
     tied = {name: end.embedding for end in find_ends(model) if end.role == "tied" for name in (end.head, end.embedding)}
     for full in model.state_dict():
         module, _, leaf = full.rpartition(".")
-        known = name_in_file(f"{tied.get(module) or module}.{leaf}")
-        if known is None:
+        file_name = name_in_file(f"{tied.get(module) or module}.{leaf}")
+        if file_name is None:
             raise NotThisFormat(f"model: the gguf package has no name for {full}")
-        yield full, known
+        yield full, file_name
 
 
 def _schemes(

@@ -76,8 +76,8 @@ def header_of(path: Path) -> GGUFHeader:
 
 def check_undivided(path: Path, count: int = 1) -> None:
     """Raise ModelError for a part of a split file, by its name or by the number of parts that its header states."""
-    named = PART.search(path.name)
-    count = max(count, int(named[1]) if named else 1)
+    matched = PART.search(path.name)
+    count = max(count, int(matched[1]) if matched else 1)
     if count > 1:
         raise ModelError(
             f"model: {path} is one of the {count} parts of a split file; merge them, and give the merged file: "
@@ -91,12 +91,14 @@ def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
     A key is accepted if transformers reads it, if it has no effect, or if its value is that of the configuration.
     """
     name = str(header.values["general.architecture"])
-    known = GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    taken = {key for key, target in (known.get(name) or known.get(config.model_type, {})).items() if target is not None}
+    mappings = GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    read_keys = {
+        key for key, target in (mappings.get(name) or mappings.get(config.model_type, {})).items() if target is not None
+    }
     stated, unread = dict(_stated(config)), []
     for key, value in header.values.items():
         short = key.removeprefix(f"{name}.")
-        if short != key and short not in taken | WITHOUT_EFFECT and not _same(value, stated.get(short)):
+        if short != key and short not in read_keys | WITHOUT_EFFECT and not _same(value, stated.get(short)):
             unread.append(f"{key} = {value if isinstance(value, str | float | int) else '[...]'}")
     _refuse(header.path, "states hyperparameters that are not read", unread)
 
@@ -104,9 +106,11 @@ def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
 def check_tensors(header: GGUFHeader, model: PreTrainedModel) -> None:
     """Raise ModelError for tensors of the file that transformers does not read into the model; its data is not used."""
     kind = TENSOR_PROCESSORS.get(str(header.values["general.architecture"]), TensorProcessor)
-    taken = get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    read_names = get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
     # stacked experts are in the map without the suffix
-    unread = [name for name in header.types if name not in taken and name.removesuffix(".weight") not in taken]
+    unread = [
+        name for name in header.types if name not in read_names and name.removesuffix(".weight") not in read_names
+    ]
     check_none_unread(header, unread)
 
 
@@ -148,10 +152,10 @@ def _same(value: Any, stated: Any) -> bool:
 
 
 def _refuse(path: Path, reason: str, names: Iterable[str]) -> None:
-    found = sorted(names)
-    if found:
-        more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
+    listed = sorted(names)
+    if listed:
+        more = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""
         raise ModelError(
-            f"model: {path} {reason}: {', '.join(found[:MOST])}{more}; it would be another model: "
+            f"model: {path} {reason}: {', '.join(listed[:MOST])}{more}; it would be another model: "
             "fetch a complete file, or use the model's safetensors"
         )

@@ -90,9 +90,9 @@ def fetch(source: str) -> Path:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of the hub that a folder of the cache holds; None for any other folder."""
-    held = folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) is not None
-    return folder.name if held else None
+    """Return the commit of the hub that a folder of the cache holds; None for any other folder."""
+    is_snapshot = folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) is not None
+    return folder.name if is_snapshot else None
 
 
 def at_commit(source: str, commit: str | None) -> str:

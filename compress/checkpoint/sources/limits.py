@@ -30,9 +30,9 @@ MODULES, PER_MODULE = 5_000, 256
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes of the files of a folder that hold tensors."""
-    found = [path for kind in ("*.safetensors", "*/*.safetensors", "*.gguf") for path in folder.glob(kind)]
-    return sum(path.stat().st_size for path in found if path.is_file())
+    """Return the bytes of the files of a folder that hold tensors."""
+    paths = [path for kind in ("*.safetensors", "*/*.safetensors", "*.gguf") for path in folder.glob(kind)]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 class _Sizes(TorchDispatchMode):

@@ -49,8 +49,8 @@ def lacking(model: nn.Module, folder: Path, stored: Mapping[str, Place], packed:
     state = model.state_dict(keep_vars=True)
     for name, place in places.items():
         if not _is_packed(name, packed) and place.header.shape != tuple(state[name].shape):
-            here, there = list(place.header.shape), list(state[name].shape)
-            return ModelError(f"model: {name} is {here} in {place.path}, but {there} by its config.json")
+            stored_shape, model_shape = list(place.header.shape), list(state[name].shape)
+            return ModelError(f"model: {name} is {stored_shape} in {place.path}, but {model_shape} by its config.json")
     raise AssertionError("match finds this model")
 
 

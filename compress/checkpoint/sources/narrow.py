@@ -30,7 +30,7 @@ OWN = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": None}
 
 
 def narrow_dtype(folder: Path, stored: Mapping[str, Place]) -> torch.dtype | None:
-    """The 16-bit dtype of a model's matrices; None if one is wider, or if there are several. No weights are read."""
+    """Return the 16-bit dtype of a model's matrices; None if one is wider or they differ. No weights are read."""
     record = folder / RECORD
     if record.exists():
         try:
@@ -40,8 +40,8 @@ def narrow_dtype(folder: Path, stored: Mapping[str, Place]) -> torch.dtype | Non
             return None
     headers = [place.header for place in stored.values()]
     kinds = {header.dtype for header in headers if len(header.shape) > 1}
-    found = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}
-    return found.pop() if len(found) == 1 else None
+    dtypes = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def record_narrow(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -51,9 +51,9 @@ def record_narrow(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> No
     kinds = {str(tensor.tensor_type.name) for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
     if "F32" in kinds or "F64" in kinds:
         return
-    own = {OWN[kind] for kind in kinds} if kinds <= set(OWN) else set()
+    file_dtypes = {OWN[kind] for kind in kinds} if kinds <= set(OWN) else set()
     errors = {dtype: rounding_error(tensors.values(), dtype) for dtype in (torch.float16, torch.bfloat16)}
-    best = next(iter(own)) if len(own) == 1 else min(errors, key=lambda dtype: errors[dtype])
+    best = next(iter(file_dtypes)) if len(file_dtypes) == 1 else min(errors, key=lambda dtype: errors[dtype])
     values: dict[str, Any] = {"dtype": dtype_name(best), "errors": {dtype_name(d): e for d, e in errors.items()}}
     write_json(folder / RECORD, values)
 

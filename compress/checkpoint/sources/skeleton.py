@@ -33,8 +33,8 @@ def _reason(error: Exception) -> str:
 
 def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
     """Return the transformers class that the configuration names, or a causal language model when it names none."""
-    named = getattr(config, "architectures", None)
-    for name in named if isinstance(named, list) else []:
+    names = getattr(config, "architectures", None)
+    for name in names if isinstance(names, list) else []:
         model_class = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
             return model_class

@@ -22,17 +22,17 @@ PICKLED = "pickled weights are not supported; convert them once: from_pretrained
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model: its GGUF file, else those of its index, else model.safetensors, else all of the folder.
+    """Return the files of a model: its GGUF file, those of its index, model.safetensors, or all of the folder.
 
     Raises ModelError for a folder without weights, and for an index that cannot be read or that names a file elsewhere.
     """
-    index, whole = folder / INDEX, folder / "model.safetensors"
+    index, single_file = folder / INDEX, folder / "model.safetensors"
     if (folder / FILE).exists():
         return [folder / FILE]
     if index.exists():
         paths = _listed(index, folder)
     else:
-        paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+        paths = [single_file] if single_file.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
     return paths

@@ -11,14 +11,21 @@ from compress.models.kinds.contract import SUPPORTED, unreadable_text
 from compress.models.kinds.kinds import kind_of
 
 
-def check_supported(model: PreTrainedModel, where: str = "model") -> None:
+def check_supported(model: PreTrainedModel, subject: str = "model") -> None:
     """Raise ModelError unless a model is of a known kind and takes its inputs.
 
-    Only the class, the configuration and the modules are read. where: the beginning of the message.
+    Only the class, the configuration and the modules are read.
+
+    Args:
+        model: the model, which may be without weights.
+        subject: beginning of the message.
+
+    Raises:
+        ModelError: for another model.
     """
     reason = _unsupported(model)
     if reason is not None:
-        raise ModelError(f"{where}: {type(model).__name__} {reason}")
+        raise ModelError(f"{subject}: {type(model).__name__} {reason}")
 
 
 def _unsupported(model: PreTrainedModel) -> str | None:

@@ -29,8 +29,8 @@ def check_folder(folder: Path) -> None:
     """Raise ModelError for a file of a model that is a link out of its folder, or neither a file nor a folder."""
     try:
         inner = folder / TEMPLATES
-        found = [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() and is_inside(inner, folder) else ())]
-        for path in found:
+        paths = [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() and is_inside(inner, folder) else ())]
+        for path in paths:
             if path.suffix not in LOADED and path.name not in (TEMPLATES, SUMS):
                 continue
             if not is_inside(path, folder):
@@ -82,7 +82,11 @@ def _read(path: Path) -> Any:
         containers = [inner for inner in level if isinstance(inner, (dict, list))]
         if not containers:
             return value
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            inner
+            for container in containers
+            for inner in (container.values() if isinstance(container, dict) else container)
+        ]
     raise ValueError(f"its values are nested in more than {DEEPEST_JSON} levels")
 
 
@@ -109,7 +113,7 @@ def check_tokenizer(folder: Path) -> None:
             values = read_json(path)
             listed = values.get(FILE_LIST) or []
             names = listed if isinstance(listed, list) else [listed]
-            if not all(isinstance(one, str) and Path(one).name == one for one in names):
+            if not all(isinstance(listed_name, str) and Path(listed_name).name == listed_name for listed_name in names):
                 raise ValueError(f"its {FILE_LIST} must be a list of names of files in the folder")
         except ValueError as error:
             raise ModelError(f"model: the tokenizer in {folder} cannot be read: {name}: {error}") from error

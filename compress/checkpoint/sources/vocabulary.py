@@ -30,7 +30,9 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> P
     teacher = empty_model(folder, config, student.dtype, trust_remote_code)
     check_supported(teacher, f"teacher: {source}")
     check_kind(source, teacher, student.model)
-    teacher_size, student_size = (getattr(text_config(known), "vocab_size", None) for known in (config, student.config))
+    teacher_size, student_size = (
+        getattr(text_config(configuration), "vocab_size", None) for configuration in (config, student.config)
+    )
     if teacher_size != student_size:
         raise ModelError(
             f"teacher: {source} has a vocabulary of {teacher_size} tokens, the model of {student_size}; "
@@ -49,8 +51,10 @@ def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) 
     """Raise ModelError when a teacher's outputs cannot be learned: it is of another kind, or has other answers."""
     kinds = kind_of(teacher), kind_of(student)
     if kinds[0] != kinds[1]:
-        there, here = (UNKNOWN if kind is None else kind.name for kind in kinds)
-        raise ModelError(f"teacher: {source} {there}, the model {here}; use a teacher of the model's kind")
+        teacher_name, student_name = (UNKNOWN if kind is None else kind.name for kind in kinds)
+        raise ModelError(
+            f"teacher: {source} {teacher_name}, the model {student_name}; use a teacher of the model's kind"
+        )
     features = [features_of(model) for model in (teacher, student)]
     if features[0] != features[1]:
         raise ModelError(
@@ -58,10 +62,10 @@ def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) 
             "features"
         )
     for name in () if kinds[0] is None or kinds[0].learns else EQUAL.get(kinds[0].compared, ()):
-        there, here = (getattr(text_config(model.config), name, None) for model in (teacher, student))
-        if there != here:
+        value, expected = (getattr(text_config(model.config), name, None) for model in (teacher, student))
+        if value != expected:
             raise ModelError(
-                f"teacher: {source} has {name} {there}, the model {here}, so its outputs cannot be learned; use a "
+                f"teacher: {source} has {name} {value}, the model {expected}, so its outputs cannot be learned; use a "
                 f"teacher with the model's {name}"
             )
 
@@ -70,8 +74,10 @@ def first_difference(teacher: Any, student: Any) -> str | None:
     """Describe the lowest token id whose text differs in two tokenizers; None when all agree or one is missing."""
     if teacher is None or student is None:
         return None
-    texts, own = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (teacher, student))
-    for i in sorted(texts.keys() | own.keys()):
-        if texts.get(i) != own.get(i):
-            return f"token {i} is {texts.get(i)!r} in the teacher and {own.get(i)!r} in the model"
+    teacher_texts, student_texts = (
+        {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (teacher, student)
+    )
+    for i in sorted(teacher_texts.keys() | student_texts.keys()):
+        if teacher_texts.get(i) != student_texts.get(i):
+            return f"token {i} is {teacher_texts.get(i)!r} in the teacher and {student_texts.get(i)!r} in the model"
     return None

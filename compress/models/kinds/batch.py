@@ -73,11 +73,11 @@ class Batch:
 
     def beginning(self, tokens: int) -> Batch:
         """Return the first sequence, at most so many tokens of each of its texts; others than texts are not cut."""
-        first = self.select([0])
-        if not set(first.inputs) <= set(TEXTS):
-            return first
-        inputs = {name: tensor[:, :tokens] for name, tensor in first.inputs.items()}
-        return Batch(inputs, None if first.labels is None else first.labels[:, :tokens])
+        sequence = self.select([0])
+        if not set(sequence.inputs) <= set(TEXTS):
+            return sequence
+        inputs = {name: tensor[:, :tokens] for name, tensor in sequence.inputs.items()}
+        return Batch(inputs, None if sequence.labels is None else sequence.labels[:, :tokens])
 
     @property
     def places(self) -> int:
@@ -110,7 +110,9 @@ def joined(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     tensors = {name: [batch.tensors()[name] for batch in batches] for name in batches[0].tensors()}
-    return Batch.of_tensors({name: _stacked(each, IGNORED if name == LABELS else 0) for name, each in tensors.items()})
+    return Batch.of_tensors(
+        {name: _stacked(parts, IGNORED if name == LABELS else 0) for name, parts in tensors.items()}
+    )
 
 
 def _stacked(tensors: Sequence[Tensor], fill: int) -> Tensor:
@@ -124,10 +126,10 @@ class Examples:
     """Calibration or evaluation data: sequences, each a `Batch` of one; they may have several shapes.
 
     Attributes:
-        each: the sequences.
+        sequences: the sequences, one `Batch` each.
     """
 
-    each: tuple[Batch, ...]
+    sequences: tuple[Batch, ...]
 
     @classmethod
     def of_ids(cls, ids: Int[Tensor, "sequences length"]) -> Examples:
@@ -135,10 +137,10 @@ class Examples:
         return cls(tuple(Batch({IDS: row}) for row in ids.split(1)))
 
     def __len__(self) -> int:
-        return len(self.each)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.each)
+        return iter(self.sequences)
 
     @overload
     def __getitem__(self, rows: int) -> Batch: ...
@@ -146,33 +148,37 @@ class Examples:
     def __getitem__(self, rows: slice | Sequence[int]) -> Examples: ...
     def __getitem__(self, rows: int | slice | Sequence[int]) -> Batch | Examples:
         if isinstance(rows, int):
-            return self.each[rows]
-        return Examples(self.each[rows] if isinstance(rows, slice) else tuple(self.each[row] for row in rows))
+            return self.sequences[rows]
+        return Examples(self.sequences[rows] if isinstance(rows, slice) else tuple(self.sequences[row] for row in rows))
 
     def to(self, device: torch.device | str) -> Examples:
         """Return the examples on a device."""
-        return Examples(tuple(example.to(device) for example in self.each))
+        return Examples(tuple(example.to(device) for example in self.sequences))
 
     @property
     def length(self) -> int:
         """The most tokens of a sequence."""
-        return max(example.length for example in self.each)
+        return max(example.length for example in self.sequences)
 
     @property
     def tokens(self) -> int:
         """The tokens of all sequences."""
-        return sum(example.length for example in self.each)
+        return sum(example.length for example in self.sequences)
 
     def sha256(self) -> str:
         """Return the hash of the contents, one sequence after the other; of token ids as little-endian int64."""
         digest = hashlib.sha256()
-        for example in self.each:
+        for example in self.sequences:
             digest.update(example.content())
         return digest.hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name and number of the sequence."""
-        return {f"{i} {name}": tensor for i, each in enumerate(self.each) for name, tensor in each.tensors().items()}
+        return {
+            f"{i} {name}": tensor
+            for i, example in enumerate(self.sequences)
+            for name, tensor in example.tensors().items()
+        }
 
     def by_shape(self, labels: bool = True) -> list[list[int]]:
         """Return the numbers of the sequences that make one forward pass: those of one shape.
@@ -181,13 +187,13 @@ class Examples:
             labels: whether their labels have one length, too.
         """
         groups: dict[tuple[object, ...], list[int]] = {}
-        for row, example in enumerate(self.each):
+        for row, example in enumerate(self.sequences):
             groups.setdefault(example.shape(labels), []).append(row)
         return list(groups.values())
 
     def batch(self) -> Batch:
         """Return all sequences, of one shape up to the length of their labels, as one batch."""
-        return joined(self.each)
+        return joined(self.sequences)
 
     def batches(self, size: int) -> list[Batch]:
         """Cut the sequences into batches of one shape, of at most `size` sequences: no position of one is padding."""
@@ -195,4 +201,4 @@ class Examples:
 
     def beginning(self, tokens: int) -> Batch:
         """Return the first sequence, at most so many tokens of each of its texts."""
-        return self.each[0].beginning(tokens)
+        return self.sequences[0].beginning(tokens)

@@ -33,8 +33,8 @@ class CausalLM(ModelKind):
         config = getattr(model, "config", None)
         if not isinstance(model, PreTrainedModel) or not isinstance(config, PretrainedConfig):
             return True
-        other = getattr(config, "is_encoder_decoder", False) or is_masked(type(model), config)
-        return not other and model.get_output_embeddings() is not None
+        is_other_kind = getattr(config, "is_encoder_decoder", False) or is_masked(type(model), config)
+        return not is_other_kind and model.get_output_embeddings() is not None
 
     def read(self, model: nn.Module, examples: Examples, rows: Sequence[int], **options: Any) -> Any:
         """Run a model. Raises ModelError for a model of another kind."""

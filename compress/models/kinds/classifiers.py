@@ -38,7 +38,7 @@ class SequenceClassifier(TokenClassifier):
     name: ClassVar[str] = "is a sequence classifier"
     auto: ClassVar[str] = "AutoModelForSequenceClassification"
     task: ClassVar[str] = "text-classification"
-    each: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
 
     def read(self, model: nn.Module, examples: Examples, rows: Sequence[int], **options: Any) -> Any:
         """Run a model; one that looks for the last token that is no padding refuses a batch without padding token."""
@@ -47,4 +47,6 @@ class SequenceClassifier(TokenClassifier):
         outputs = [run_on(model, example, **options) for example in examples]
         states = zip(*(output.hidden_states for output in outputs), strict=True) if outputs[0].hidden_states else ()
         logits = torch.cat([output.logits for output in outputs])
-        return SequenceClassifierOutput(logits=logits, hidden_states=tuple(torch.cat(each) for each in states) or None)
+        return SequenceClassifierOutput(
+            logits=logits, hidden_states=tuple(torch.cat(layer_states) for layer_states in states) or None
+        )

@@ -42,12 +42,12 @@ SAMPLE_TOKENS = 4  # of a sample with which a model is checked
 class LineReader(Protocol):
     """Makes examples of the lines of a list."""
 
-    def example(self, line: Mapping[str, Any], where: str, length: int | None) -> Batch:
+    def example(self, line: Mapping[str, Any], place: str, length: int | None) -> Batch:
         """Return the example of a line.
 
         Args:
             line: columns of the line.
-            where: place of the line, for messages.
+            place: place of the line, for messages.
             length: most target tokens of the example; None for all.
 
         Raises:
@@ -63,13 +63,13 @@ class Lists:
     Attributes:
         line: a line as a user writes it.
         column: column that names a file.
-        what: what the examples are called.
+        plural: what the examples are called, in the plural.
         only: whether the kind reads nothing else, such as texts.
     """
 
     line: str
     column: str
-    what: str
+    plural: str
     only: bool
 
 
@@ -84,7 +84,7 @@ class ModelKind:
         predicts: the predicted tokens, as reports name them.
         learns: whether there is a loss on the data alone.
         compared: what is compared by default.
-        each: whether the answer has a row for every token; otherwise one for every sequence.
+        per_token: whether the answer has a row for every token; otherwise one for every sequence.
         texts: the texts of a sequence: 2 for a model with an encoder and a decoder, a recording and its transcript
             included.
         streams: whether a sequence is a part of a stream of text, not a text between special tokens.
@@ -102,7 +102,7 @@ class ModelKind:
     predicts: ClassVar[str]
     learns: ClassVar[bool] = True
     compared: ClassVar[Compared] = "tokens"
-    each: ClassVar[bool] = True
+    per_token: ClassVar[bool] = True
     texts: ClassVar[int] = 1
     streams: ClassVar[bool] = False
     shift: ClassVar[int] = 0
@@ -166,20 +166,20 @@ class ModelKind:
         """Return the examples of rows of token ids, which are cut into the texts of a sequence."""
         return self.examples(model, ids.split(text_lengths(self.texts, ids.shape[1]), dim=1))
 
-    def of_mapping(self, model: PreTrainedModel, given: Mapping[str, Any], where: str) -> Examples:
+    def of_mapping(self, model: PreTrainedModel, mapping: Mapping[str, Any], place: str) -> Examples:
         """Return the examples in a batch as a data collator of transformers returns it.
 
         Args:
             model: the model.
-            given: tensors by name.
-            where: beginning of messages.
+            mapping: tensors by name.
+            place: beginning of messages.
 
         Raises:
             CalibrationError: for tensors that are none of this kind.
         """
         raise CalibrationError(
-            f"{where}: {type(model).__name__} {self.name}, and this is a mapping with "
-            f'{", ".join(map(str, given)) or "nothing"}; give token ids, such as batch["{IDS}"]'
+            f"{place}: {type(model).__name__} {self.name}, and this is a mapping with "
+            f'{", ".join(map(str, mapping)) or "nothing"}; give token ids, such as batch["{IDS}"]'
         )
 
     def check(self, model: PreTrainedModel, examples: Examples, places: Sequence[str]) -> None:
@@ -195,7 +195,7 @@ class ModelKind:
         """
 
     def reader(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, column: str, folder: Path, where: str
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, column: str, folder: Path, place: str
     ) -> LineReader:
         """Return the reader of the lines of a list.
 
@@ -204,7 +204,7 @@ class ModelKind:
             tokenizer: its tokenizer.
             column: column with the text.
             folder: folder of relative paths.
-            where: beginning of messages.
+            place: beginning of messages.
 
         Raises:
             CalibrationError: for a model without the files of its processor.
@@ -263,11 +263,13 @@ class ModelKind:
         equal = len({example.places for example in shown}) == 1
         if len(groups) == 1 and equal:
             return run_on(model, shown.batch(), **options)
-        each: dict[int, Tensor] = {}
+        logits_by_row: dict[int, Tensor] = {}
         for group in groups:
             logits = run_on(model, shown[group].batch(), **options).logits
-            each |= {row: one[: shown[row].places] for row, one in zip(group, logits, strict=True)}
-        parts = [each[row] for row in range(len(shown))]
+            logits_by_row |= {
+                row: row_logits[: shown[row].places] for row, row_logits in zip(group, logits, strict=True)
+            }
+        parts = [logits_by_row[row] for row in range(len(shown))]
         return Seq2SeqLMOutput(logits=torch.stack(parts) if equal else torch.cat(parts)[None])  # pyright: ignore
 
     def labels(self, example: Batch) -> Int[Tensor, "sequences places"]:
@@ -277,16 +279,16 @@ class ModelKind:
 
     def targets(self, examples: Examples, rows: Sequence[int]) -> Int[Tensor, "sequences places"]:
         """Return the target tokens of some examples for the logits of `read`; `IGNORED` where there is none."""
-        each = [self.labels(example) for example in self.shown(examples, rows)]
-        return torch.cat(each) if len({len(row[0]) for row in each}) == 1 else torch.cat(each, dim=1)
+        labels = [self.labels(example) for example in self.shown(examples, rows)]
+        return torch.cat(labels) if len({len(row[0]) for row in labels}) == 1 else torch.cat(labels, dim=1)
 
     def answers(
         self, logits: Float[Tensor, "sequences places vocabulary"], examples: Examples, rows: Sequence[int]
     ) -> tuple[Float[Tensor, "targets vocabulary"], Int[Tensor, " targets"]]:
         """Return the logits at the places with a target, and the targets."""
         targets = self.targets(examples, rows)
-        asked = targets != IGNORED
-        return logits[asked], targets[asked]
+        is_target = targets != IGNORED
+        return logits[is_target], targets[is_target]
 
     def predictions(self, output: Any) -> Float[Tensor, "sequences places cells"] | None:
         """Return the logits of all distributions in an output of the model; None if it has none."""
@@ -335,16 +337,16 @@ def text_lengths(texts: int, length: int) -> list[int]:
 
 
 def cut_padding(
-    features: Sequence[Tensor], mask: Any, where: str, axis: int | None, other: str = "features"
+    features: Sequence[Tensor], mask: Any, place: str, axis: int | None, noun: str = "features"
 ) -> Sequence[Tensor]:
     """Return the features of each example without the padding after them.
 
     Args:
         features: features of each example, of equal shapes.
         mask: ones for the features of each example, and zeros for its padding; None if nothing is padded.
-        where: beginning of messages.
+        place: beginning of messages.
         axis: axis of an example's features that the mask is of; None: padding is read, too.
-        other: what the mask is of, in messages.
+        noun: what the mask is of, in messages.
 
     Raises:
         CalibrationError: for a mask of another shape, or one that does not end with its zeros.
@@ -352,27 +354,27 @@ def cut_padding(
     if mask is None or axis is None:
         return list(features)
     ones = torch.as_tensor(mask)
-    wanted = [len(features), features[0].shape[axis]]
-    if list(ones.shape) != wanted:
+    shape = [len(features), features[0].shape[axis]]
+    if list(ones.shape) != shape:
         raise CalibrationError(
-            f"{where}: {MASK} has the shape {list(ones.shape)}, but the {other} have {wanted} positions; write one "
+            f"{place}: {MASK} has the shape {list(ones.shape)}, but the {noun} have {shape} positions; write one "
             "number for each of them"
         )
     counts = ones.bool().sum(1).tolist()
     for i, (row, count) in enumerate(zip(ones.bool(), counts, strict=True)):
         if not count or not bool(row[:count].all()):
             raise CalibrationError(
-                f"{where}: {MASK}[{i}] is not ones and then zeros; write padding after the end of each example"
+                f"{place}: {MASK}[{i}] is not ones and then zeros; write padding after the end of each example"
             )
-    return [each.narrow(axis, 0, count) for each, count in zip(features, counts, strict=True)]
+    return [feature.narrow(axis, 0, count) for feature, count in zip(features, counts, strict=True)]
 
 
-def transcript_of(labels: Int[Tensor, " longest"], where: str) -> Int[Tensor, " tokens"]:
+def transcript_of(labels: Int[Tensor, " longest"], place: str) -> Int[Tensor, " tokens"]:
     """Return labels without `IGNORED` after their end. Raises CalibrationError for others than token ids."""
     tokens = labels[: int((labels != IGNORED).sum())]
     if not len(tokens) or int(tokens.min()) < 0:
         reason = "has -100, or another negative number, before its end" if len(tokens) else "is no transcript"
-        raise CalibrationError(f"{where} {reason}; write token ids, and -100 only after them")
+        raise CalibrationError(f"{place} {reason}; write token ids, and -100 only after them")
     return tokens
 
 

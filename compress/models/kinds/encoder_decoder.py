@@ -41,20 +41,20 @@ class EncoderDecoder(ModelKind):
         pairs = zip(*(text.contiguous().split(1) for text in texts), strict=True)
         return Examples(tuple(taught(model, {IDS: source}, target) for source, target in pairs))
 
-    def of_mapping(self, model: PreTrainedModel, given: Mapping[str, Any], where: str) -> Examples:
-        if not {IDS, LABELS} <= set(given) <= {IDS, LABELS, MASK, DECODER_IDS}:
+    def of_mapping(self, model: PreTrainedModel, mapping: Mapping[str, Any], place: str) -> Examples:
+        if not {IDS, LABELS} <= set(mapping) <= {IDS, LABELS, MASK, DECODER_IDS}:
             raise CalibrationError(
-                f"{where}: holds {', '.join(map(str, given)) or 'nothing'}; give {IDS} and {LABELS}, and for padded "
+                f"{place}: holds {', '.join(map(str, mapping)) or 'nothing'}; give {IDS} and {LABELS}, and for padded "
                 f"sources {MASK}"
             )
-        ids, labels = torch.as_tensor(given[IDS]), torch.as_tensor(given[LABELS])
+        ids, labels = torch.as_tensor(mapping[IDS]), torch.as_tensor(mapping[LABELS])
         if ids.dim() != 2 or labels.dim() != 2 or len(ids) != len(labels) or not ids.numel():
             raise CalibrationError(
-                f"{where}: {IDS} {list(ids.shape)} and {LABELS} {list(labels.shape)} do not belong together; write "
+                f"{place}: {IDS} {list(ids.shape)} and {LABELS} {list(labels.shape)} do not belong together; write "
                 "integers [sequences, tokens]"
             )
-        sources = cut_padding(list(ids), given.get(MASK), where, 0, "sources")
-        targets = [transcript_of(row, f"{where}: {LABELS}[{i}]") for i, row in enumerate(labels)]
+        sources = cut_padding(list(ids), mapping.get(MASK), place, 0, "sources")
+        targets = [transcript_of(row, f"{place}: {LABELS}[{i}]") for i, row in enumerate(labels)]
         pairs = zip(sources, targets, strict=True)
         return Examples(tuple(taught(model, {IDS: source[None]}, target[None]) for source, target in pairs))
 
@@ -67,17 +67,17 @@ def taught(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Int[Ten
 def shifted(model: PreTrainedModel, labels: Int[Tensor, "sequences tokens"]) -> Int[Tensor, "sequences tokens"]:
     """Return the inputs of a decoder whose answers are the target tokens, by the model's own rule if it has one."""
     start = getattr(model.config, "decoder_start_token_id", None)
-    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if own is not None:
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
         try:
-            return call_foreign(own, labels)
+            return call_foreign(prepare, labels)
         except CannotRun as error:
             raise _without_start(model) from error
     if start is None:
         raise _without_start(model)
     padding = getattr(model.config, "pad_token_id", None) or 0
-    before = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, padding)
-    return torch.cat([labels.new_full((len(labels), 1), start), before], dim=1)
+    previous_tokens = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, padding)
+    return torch.cat([labels.new_full((len(labels), 1), start), previous_tokens], dim=1)
 
 
 def _without_start(model: nn.Module) -> ModelError:

@@ -54,8 +54,8 @@ class Front:
         """The shapes that the features of a sample may have."""
         count = self.frames or max(self.stride * POSITIONS, self.fewest)
         count += count == self.channels and self.frames is None  # the two axes are told by their sizes
-        known: dict[Order, tuple[int, ...]] = {"first": (self.channels, count), "last": (count, self.channels)}
-        return [(count,)] if self.channels == 1 else [known[order] for order in self.orders]
+        shape_by_order: dict[Order, tuple[int, ...]] = {"first": (self.channels, count), "last": (count, self.channels)}
+        return [(count,)] if self.channels == 1 else [shape_by_order[order] for order in self.orders]
 
     @property
     def time(self) -> int | None:
@@ -65,13 +65,13 @@ class Front:
         return 0 if self.channels == 1 or self.orders == ("last",) else 1
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the features of a recording can be read."""
+        """Return whether the features of a recording can be read."""
         if self.channels == 1:
             return len(shape) == 1 and self._counts(shape[0])
         if len(shape) != 2:
             return False
-        known: dict[Order, tuple[int, int]] = {"first": (shape[0], shape[1]), "last": (shape[1], shape[0])}
-        pairs = [known[order] for order in self.orders]
+        sizes_by_order: dict[Order, tuple[int, int]] = {"first": (shape[0], shape[1]), "last": (shape[1], shape[0])}
+        pairs = [sizes_by_order[order] for order in self.orders]
         return any(channels == self.channels and self._counts(count) for channels, count in pairs)
 
     def _counts(self, frames: int) -> bool:
@@ -83,23 +83,23 @@ class Front:
 
 
 def front_of(model: PreTrainedModel) -> Front:
-    """The front of a model. Raises ModelError for one whose encoder has none of convolutions over time."""
+    """Return the front of a model. Raises ModelError for one whose encoder has none of convolutions over time."""
     inside = {id(module) for block in find_blocks(model) for module in block.module.modules()}
-    before = [module for module in model.get_encoder().modules() if id(module) not in inside]
-    convolutions = [module for module in before if isinstance(module, nn.Conv1d)]
+    front_modules = [module for module in model.get_encoder().modules() if id(module) not in inside]
+    convolutions = [module for module in front_modules if isinstance(module, nn.Conv1d)]
     if not convolutions:
         raise ModelError(f"model: the encoder of {type(model).__name__} begins with no convolution; {SUPPORTED}")
     stride = prod(module.stride[0] for module in convolutions)
-    tables = [module for module in before if isinstance(module, nn.Embedding)]
+    tables = [module for module in front_modules if isinstance(module, nn.Embedding)]
     frames = stride * tables[0].num_embeddings if tables else None
     fewest = fewest_frames(convolutions)
-    found = Front(convolutions[0].in_channels, frames, stride, fewest)
-    if found.channels == 1:
-        return found
+    front = Front(convolutions[0].in_channels, frames, stride, fewest)
+    if front.channels == 1:
+        return front
     reached: list[Order] = [
-        order for order, shape in zip(found.orders, found.shapes, strict=True) if reaches(model, convolutions[0], shape)
+        order for order, shape in zip(front.orders, front.shapes, strict=True) if reaches(model, convolutions[0], shape)
     ]
-    return replace(found, orders=tuple(reached) or found.orders)
+    return replace(front, orders=tuple(reached) or front.orders)
 
 
 def fewest_frames(convolutions: Sequence[nn.Conv1d]) -> int:
@@ -125,8 +125,8 @@ class _Reached(CompressError):  # noqa: N818 - not an error
 def reaches(model: PreTrainedModel, convolution: nn.Conv1d, shape: Sequence[int]) -> bool:
     """Whether features of a shape come to the first convolution as it reads them; no weight is read."""
 
-    def stop(module: nn.Module, given: tuple[Any, ...]) -> None:
-        size: Sequence[int] = given[0].shape if given and isinstance(given[0], Tensor) else ()
+    def stop(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        size: Sequence[int] = inputs[0].shape if inputs and isinstance(inputs[0], Tensor) else ()
         raise _Reached(len(size) > 1 and size[-2] == convolution.in_channels)
 
     encoder: nn.Module = model.get_encoder()
@@ -144,7 +144,7 @@ def reaches(model: PreTrainedModel, convolution: nn.Conv1d, shape: Sequence[int]
 
 
 def target_positions(model: PreTrainedModel) -> int | None:
-    """The positions of a model's decoder; None if its configuration states no limit."""
+    """Return the positions of a model's decoder; None if its configuration states no limit."""
     config = model.config.get_text_config(decoder=True)
-    named = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
-    return next((count for count in named if count is not None and count > 0), None)
+    limits = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
+    return next((count for count in limits if count is not None and count > 0), None)

@@ -47,9 +47,15 @@ class Headless(ModelKind):
         return answer.flatten()[None] if self.outputs == "score" else answer
 
 
-def check_learns(lm_objective: ModelKind, where: str, remedy: str) -> None:
-    """Raise RecipeError where a pass needs a loss on the text and there is none. where: the label of the pass."""
+def check_learns(lm_objective: ModelKind, label: str, remedy: str) -> None:
+    """Raise RecipeError where a pass needs a loss on the text and there is none.
+
+    Args:
+        lm_objective: kind of the model.
+        label: label of the pass.
+        remedy: end of the message.
+    """
     if isinstance(lm_objective, Headless):
         raise RecipeError(
-            f"{where}: {lm_objective.model} without a language-model head, so it has no loss on the text; {remedy}"
+            f"{label}: {lm_objective.model} without a language-model head, so it has no loss on the text; {remedy}"
         )

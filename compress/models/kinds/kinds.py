@@ -68,14 +68,14 @@ def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 def examples_of(
     model: PreTrainedModel,
     data: Int[Tensor, "sequences length"] | Mapping[str, Any] | Examples,
-    where: str = "calibration",
+    place: str = "calibration",
 ) -> Examples:
     """Return the examples that a caller gives: token ids, or a batch as a data collator of transformers returns it.
 
     Args:
         model: the model that reads them.
         data: the examples.
-        where: beginning of messages.
+        place: beginning of messages.
 
     Raises:
         CalibrationError: for empty ids, and for data of another kind of model.
@@ -86,23 +86,23 @@ def examples_of(
         unknown = [name for name in data[0].inputs if name not in arguments]
         if unknown:
             raise CalibrationError(
-                f"{where}: {described(model)} and takes no {', '.join(unknown)}; give {kind.media} of its own"
+                f"{place}: {described(model)} and takes no {', '.join(unknown)}; give {kind.media} of its own"
             )
         return data
     if isinstance(data, Mapping):
-        examples = kind.of_mapping(model, data, where)
-        what = "example" if kind.lists is None else kind.lists.what.removesuffix("s")
-        kind.check(model, examples, [f"{where}: {what} {i}" for i in range(len(examples))])
+        examples = kind.of_mapping(model, data, place)
+        noun = "example" if kind.lists is None else kind.lists.plural.removesuffix("s")
+        kind.check(model, examples, [f"{place}: {noun} {i}" for i in range(len(examples))])
         return examples
     if data.dim() != 2 or not data.numel():
-        raise CalibrationError(f"{where}: holds no tokens ({list(data.shape)}); use token ids [sequences, length]")
+        raise CalibrationError(f"{place}: holds no tokens ({list(data.shape)}); use token ids [sequences, length]")
     return kind.of_ids(model, data)
 
 
 def answer_shape(model: nn.Module, batch: Batch) -> tuple[int, ...]:
     """Return the shape of a model's answer to a batch, without its last axis."""
     kind = kind_of(model)
-    return (len(batch),) if kind is not None and not kind.each else (len(batch), batch.places)
+    return (len(batch),) if kind is not None and not kind.per_token else (len(batch), batch.places)
 
 
 def described(model: nn.Module) -> str:

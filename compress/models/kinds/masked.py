@@ -94,5 +94,5 @@ class MaskedLM(ModelKind):
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids of a tokenizer's special tokens, in order."""
-    added = {token for token, known in tokenizer.added_tokens_decoder.items() if known.special}
+    added = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
     return tuple(sorted(added | set(tokenizer.all_special_ids)))

@@ -20,13 +20,13 @@ HOW = (
 )
 
 
-def read_sound(path: Path, rate: int, where: str) -> Sound:
+def read_sound(path: Path, rate: int, place: str) -> Sound:
     """Return the samples of a WAV file, `rate` of them per second.
 
     Args:
         path: the file.
         rate: samples per second of the result.
-        where: the place that names the file, for messages.
+        place: the place that names the file, for messages.
 
     Raises:
         CalibrationError: for a missing file, one that is no WAV file of integers or floats, and one without samples.
@@ -35,16 +35,16 @@ def read_sound(path: Path, rate: int, where: str) -> Sound:
         path.open("rb").close()
     except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise CalibrationError(f"{where}: cannot read {str(path)!r}: {reason}; write the path of a WAV file") from error
+        raise CalibrationError(f"{place}: cannot read {str(path)!r}: {reason}; write the path of a WAV file") from error
     try:
         sound = call_foreign(decoded, path, rate)
     except CannotRun as error:
         reason = one_line(error.cause)
-        raise CalibrationError(f"{where}: {path} is no WAV file of integers or floats ({reason}); {HOW}") from error
+        raise CalibrationError(f"{place}: {path} is no WAV file of integers or floats ({reason}); {HOW}") from error
     if not sound.size:
-        raise CalibrationError(f"{where}: {path} holds no samples; leave its line out")
+        raise CalibrationError(f"{place}: {path} holds no samples; leave its line out")
     if not np.isfinite(sound).all():
-        raise CalibrationError(f"{where}: {path} holds NaN or infinity; {HOW}")
+        raise CalibrationError(f"{place}: {path} holds NaN or infinity; {HOW}")
     return sound
 
 

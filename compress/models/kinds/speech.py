@@ -71,40 +71,40 @@ class Speech(EncoderDecoder):
             f"{model.main_input_name} and {LABELS}"
         )
 
-    def of_mapping(self, model: PreTrainedModel, given: Mapping[str, Any], where: str) -> Examples:
+    def of_mapping(self, model: PreTrainedModel, mapping: Mapping[str, Any], place: str) -> Examples:
         """Return the recordings in a batch of features and labels.
 
         Args:
             model: the model.
-            given: `input_features` or `input_values` [recordings, ...] and `labels` [recordings, longest], whose ends
+            mapping: `input_features` or `input_values` [recordings, ...] and `labels` [recordings, longest], whose ends
                 are filled with -100. `attention_mask` [recordings, longest] has ones for the features of each
                 recording, and zeros for the padding after them, which is cut off if recordings may have any length.
-            where: beginning of messages.
+            place: beginning of messages.
 
         Raises:
             CalibrationError: for other tensors.
         """
-        name = next((name for name in FEATURES if name in given), None)
-        if name is None or LABELS not in given:
-            there = ", ".join(map(str, given)) or "nothing"
-            raise CalibrationError(f"{where}: holds {there}; give input_features (or input_values) and labels")
-        features, labels = torch.as_tensor(given[name]), torch.as_tensor(given[LABELS])
+        name = next((name for name in FEATURES if name in mapping), None)
+        if name is None or LABELS not in mapping:
+            keys = ", ".join(map(str, mapping)) or "nothing"
+            raise CalibrationError(f"{place}: holds {keys}; give input_features (or input_values) and labels")
+        features, labels = torch.as_tensor(mapping[name]), torch.as_tensor(mapping[LABELS])
         fits = features.dim() in (2, 3) and features.is_floating_point() and labels.dim() == 2
         if not fits or labels.is_floating_point() or len(features) != len(labels) or not features.numel():
             raise CalibrationError(
-                f"{where}: {name} of {features.dtype} {list(features.shape)} and labels of {labels.dtype} "
+                f"{place}: {name} of {features.dtype} {list(features.shape)} and labels of {labels.dtype} "
                 f"{list(labels.shape)} do not belong together; write floats [recordings, bins, frames] or "
                 "[recordings, samples], and integers [recordings, tokens] with -100 after the end of each transcript"
             )
         if not bool(features.isfinite().all()):
-            raise CalibrationError(f"{where}: {name} holds NaN or infinity; write finite numbers")
-        if unknown := [str(key) for key in given if key not in (name, LABELS, MASK)]:
+            raise CalibrationError(f"{place}: {name} holds NaN or infinity; write finite numbers")
+        if unknown := [str(key) for key in mapping if key not in (name, LABELS, MASK)]:
             raise CalibrationError(
-                f"{where}: {', '.join(unknown)} would have no effect; leave it out, and give {name}, {LABELS} and, for "
+                f"{place}: {', '.join(unknown)} would have no effect; leave it out, and give {name}, {LABELS} and, for "
                 f"padded recordings, {MASK}"
             )
-        cut = cut_padding(list(features), given.get(MASK), where, front_of(model).time)
-        transcripts = [transcript_of(row.long(), f"{where}: {LABELS}[{i}]") for i, row in enumerate(labels)]
+        cut = cut_padding(list(features), mapping.get(MASK), place, front_of(model).time)
+        transcripts = [transcript_of(row.long(), f"{place}: {LABELS}[{i}]") for i, row in enumerate(labels)]
         return Examples(tuple(recording(model, *pair) for pair in zip(cut, transcripts, strict=True)))
 
     def check(self, model: PreTrainedModel, examples: Examples, places: Sequence[str]) -> None:
@@ -132,13 +132,13 @@ class Speech(EncoderDecoder):
                 )
 
     def reader(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, column: str, folder: Path, where: str
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, column: str, folder: Path, place: str
     ) -> LineReader:
         if tokenizer is None:
             raise CalibrationError(
-                f"{where}: the model has no tokenizer; add it, or use features in a .safetensors file"
+                f"{place}: the model has no tokenizer; add it, or use features in a .safetensors file"
             )
-        return RecordingReader(model, tokenizer, column, folder, extractor_of(model, where))
+        return RecordingReader(model, tokenizer, column, folder, extractor_of(model, place))
 
     def samples(self, model: PreTrainedModel) -> list[Batch]:
         draw = torch.Generator().manual_seed(0)
@@ -162,7 +162,7 @@ def recording(model: PreTrainedModel, features: Tensor, labels: Tensor) -> Batch
     return taught(model, {model.main_input_name: features.detach().cpu().float()[None]}, labels[None])
 
 
-def extractor_of(model: PreTrainedModel, where: str) -> Any:
+def extractor_of(model: PreTrainedModel, place: str) -> Any:
     """Return the feature extractor in the folder of a model. Raises CalibrationError."""
     try:
         if not model.name_or_path:
@@ -172,7 +172,7 @@ def extractor_of(model: PreTrainedModel, where: str) -> Any:
             raise ValueError("it states no sampling rate")
     except (ValueError, CannotRun) as error:
         raise CalibrationError(
-            f"{where}: the feature extractor of the model cannot be read ({one_line(error)}); add its "
+            f"{place}: the feature extractor of the model cannot be read ({one_line(error)}); add its "
             "preprocessor_config.json to the model's folder, or use features in a .safetensors file"
         ) from error
     return extractor
@@ -188,7 +188,7 @@ class RecordingReader:
         column: column of the transcript.
         folder: folder of relative paths.
         extractor: makes features of sound.
-        told: tokenizers that were told a language and a task, by these.
+        tokenizers: tokenizers with the prefix of a language and a task, by these.
     """
 
     model: PreTrainedModel
@@ -196,53 +196,53 @@ class RecordingReader:
     column: str
     folder: Path
     extractor: Any
-    told: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    tokenizers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def example(self, line: Mapping[str, Any], where: str, length: int | None) -> Batch:
+    def example(self, line: Mapping[str, Any], place: str, length: int | None) -> Batch:
         """Return the example of a line, with at most `length` target tokens. Raises CalibrationError."""
-        tokens = self._targets(line, where)[:length]
-        return recording(self.model, self._features(line["audio"], where), torch.tensor(tokens, dtype=torch.int64))
+        tokens = self._targets(line, place)[:length]
+        return recording(self.model, self._features(line["audio"], place), torch.tensor(tokens, dtype=torch.int64))
 
-    def _features(self, audio: str, where: str) -> Tensor:
+    def _features(self, audio: str, place: str) -> Tensor:
         """Return the features of a WAV file."""
         path, rate = self.folder / audio, self.extractor.sampling_rate
-        sound = read_sound(path, rate, where)
+        sound = read_sound(path, rate, place)
         most = getattr(self.extractor, "n_samples", None)
         if most is not None and len(sound) > most:
             raise CalibrationError(
-                f"{where}: {path} is {len(sound) / rate:.1f} seconds long, but the model hears {most / rate:g}; cut it "
+                f"{place}: {path} is {len(sound) / rate:.1f} seconds long, but the model hears {most / rate:g}; cut it "
                 "and its transcript into shorter ones"
             )
         try:
-            made = call_foreign(self.extractor, sound, sampling_rate=rate, return_tensors="pt")
-            return call_foreign(lambda: made[self.model.main_input_name][0])
+            outputs = call_foreign(self.extractor, sound, sampling_rate=rate, return_tensors="pt")
+            return call_foreign(lambda: outputs[self.model.main_input_name][0])
         except CannotRun as error:
             raise CalibrationError(
-                f"{where}: the feature extractor cannot read {path} ({one_line(error.cause)}); use a longer recording"
+                f"{place}: the feature extractor cannot read {path} ({one_line(error.cause)}); use a longer recording"
             ) from error
 
-    def _targets(self, line: Mapping[str, Any], where: str) -> list[int]:
+    def _targets(self, line: Mapping[str, Any], place: str) -> list[int]:
         """Return the target tokens of a transcript: those of the tokenizer without the decoder's start token."""
         text = line[self.column]
         if not text.strip():
-            raise CalibrationError(f"{where}: {self.column} is blank; write what is said, or leave the line out")
-        tokens = self._tokenizer(line, where)(text).input_ids
+            raise CalibrationError(f"{place}: {self.column} is blank; write what is said, or leave the line out")
+        tokens = self._tokenizer(line, place)(text).input_ids
         return tokens[1:] if tokens[:1] == [self.model.config.decoder_start_token_id] else tokens
 
-    def _tokenizer(self, line: Mapping[str, Any], where: str) -> Any:
+    def _tokenizer(self, line: Mapping[str, Any], place: str) -> Any:
         """Return the tokenizer with the special tokens of a line's language and task."""
-        asked = {name: line[name] for name in PREFIX if line.get(name) is not None}
-        if not asked:
+        settings = {name: line[name] for name in PREFIX if line.get(name) is not None}
+        if not settings:
             return self.tokenizer
-        key = tuple(map(str, (asked.get(name) for name in PREFIX)))
-        if key in self.told:
-            return self.told[key]
+        key = tuple(map(str, (settings.get(name) for name in PREFIX)))
+        if key in self.tokenizers:
+            return self.tokenizers[key]
         tokenizer: Any = copy.deepcopy(self.tokenizer)
         if not hasattr(tokenizer, "set_prefix_tokens"):
-            raise CalibrationError(f"{where}: the tokenizer has no tokens for {' and '.join(asked)}; leave them out")
+            raise CalibrationError(f"{place}: the tokenizer has no tokens for {' and '.join(settings)}; leave them out")
         try:
-            call_foreign(tokenizer.set_prefix_tokens, **asked)
+            call_foreign(tokenizer.set_prefix_tokens, **settings)
         except CannotRun as error:
-            raise CalibrationError(f"{where}: {' and '.join(asked)}: {one_line(error.cause)}") from error
-        self.told[key] = tokenizer
+            raise CalibrationError(f"{place}: {' and '.join(settings)}: {one_line(error.cause)}") from error
+        self.tokenizers[key] = tokenizer
         return tokenizer

@@ -47,28 +47,30 @@ class VisionLanguage(CausalLM):
             and listed(type(model), model.config, self.auto)
         )
 
-    def of_mapping(self, model: PreTrainedModel, given: Mapping[str, Any], where: str) -> Examples:
+    def of_mapping(self, model: PreTrainedModel, mapping: Mapping[str, Any], place: str) -> Examples:
         """Return the examples in a batch of a processor of transformers, whose rows have one length and equal images.
 
         Args:
             model: the model.
-            given: `input_ids` [rows, tokens], `pixel_values` and other inputs of the model; `labels` [rows, tokens], by
-                default the tokens of the text.
-            where: beginning of messages.
+            mapping: `input_ids` [rows, tokens], `pixel_values` and other inputs of the model; `labels` [rows, tokens],
+                by default the tokens of the text.
+            place: beginning of messages.
 
         Raises:
             CalibrationError: for other tensors.
         """
-        if not {IDS, PIXELS} <= set(given):
-            raise CalibrationError(f"{where}: holds {', '.join(map(str, given)) or 'nothing'}; give {IDS} and {PIXELS}")
-        tensors = {str(name): torch.as_tensor(tensor) for name, tensor in given.items()}
+        if not {IDS, PIXELS} <= set(mapping):
+            raise CalibrationError(
+                f"{place}: holds {', '.join(map(str, mapping)) or 'nothing'}; give {IDS} and {PIXELS}"
+            )
+        tensors = {str(name): torch.as_tensor(tensor) for name, tensor in mapping.items()}
         mask, labels = tensors.pop(MASK, None), tensors.pop(LABELS, None)
         rows = len(tensors[IDS])
         if mask is not None and not bool(mask.bool().all()):
-            raise CalibrationError(f"{where}: {MASK} has zeros; give rows of one length, or a list of pictures")
+            raise CalibrationError(f"{place}: {MASK} has zeros; give rows of one length, or a list of pictures")
         if uneven := [name for name, tensor in tensors.items() if len(tensor) % rows]:
             raise CalibrationError(
-                f"{where}: {', '.join(uneven)} cannot be divided over {rows} rows; give rows with equally large "
+                f"{place}: {', '.join(uneven)} cannot be divided over {rows} rows; give rows with equally large "
                 "images, or a list of pictures"
             )
         ordered = {IDS: tensors.pop(IDS).long(), **tensors}
@@ -101,7 +103,7 @@ class VisionLanguage(CausalLM):
         return 4 * CHANNELS * vision.patch_size**2 * merged * tokens
 
     def reader(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, column: str, folder: Path, where: str
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, column: str, folder: Path, place: str
     ) -> LineReader:
         try:
             if not model.name_or_path:
@@ -111,7 +113,7 @@ class VisionLanguage(CausalLM):
                 raise ValueError("it has no image processor")
         except (ValueError, CannotRun) as error:
             raise CalibrationError(
-                f"{where}: the processor of the model cannot be read ({one_line(error)}); add its "
+                f"{place}: the processor of the model cannot be read ({one_line(error)}); add its "
                 "preprocessor_config.json to the model's folder, or use inputs in a .safetensors file"
             ) from error
         return PictureReader(model, processor, column, folder)
@@ -120,12 +122,12 @@ class VisionLanguage(CausalLM):
 def placeholders_of(model: PreTrainedModel) -> list[int]:
     """Return the tokens that stand for images and videos, and those around them, by the configuration."""
     config = model.config.to_dict()
-    named = (
+    token_ids = (
         value
         for name, value in config.items()
         if name.endswith(("_token_id", "_token_index")) and any(word in name for word in ("image", "video", "vision"))
     )
-    return [token for token in named if isinstance(token, int)]
+    return [token for token in token_ids if isinstance(token, int)]
 
 
 def pictured(model: PreTrainedModel, example: Batch) -> Batch:
@@ -152,26 +154,28 @@ class PictureReader:
     column: str
     folder: Path
 
-    def example(self, line: Mapping[str, Any], where: str, length: int | None) -> Batch:
+    def example(self, line: Mapping[str, Any], place: str, length: int | None) -> Batch:
         """Return the example of a line, cut to its first `length` tokens. Raises CalibrationError."""
         path = self.folder / line["image"]
         try:
             image = call_foreign(lambda: Image.open(path).convert("RGB"))
         except CannotRun as error:
             raise CalibrationError(
-                f"{where}: cannot read {path} ({one_line(error.cause)}); write the path of a picture"
+                f"{place}: cannot read {path} ({one_line(error.cause)}); write the path of a picture"
             ) from error
         try:
-            made = call_foreign(self.processor, images=image, text=self._text(line[self.column]), return_tensors="pt")
+            outputs = call_foreign(
+                self.processor, images=image, text=self._text(line[self.column]), return_tensors="pt"
+            )
         except CannotRun as error:
             raise CalibrationError(
-                f"{where}: the processor cannot read {path} ({one_line(error.cause)}); use another picture"
+                f"{place}: the processor cannot read {path} ({one_line(error.cause)}); use another picture"
             ) from error
-        tensors: dict[str, Tensor] = {name: tensor for name, tensor in made.items() if name != MASK}
+        tensors: dict[str, Tensor] = {name: tensor for name, tensor in outputs.items() if name != MASK}
         ids = tensors[IDS]
         if length is not None and bool(torch.isin(ids[:, length:], torch.tensor(placeholders_of(self.model))).any()):
             raise CalibrationError(
-                f"{where}: its image does not end within {length} tokens; use a larger length, or a smaller picture"
+                f"{place}: its image does not end within {length} tokens; use a larger length, or a smaller picture"
             )
         cut = {name: t[:, :length] if t.shape[:2] == ids.shape and t.dim() == 2 else t for name, t in tensors.items()}
         features = {name: t.float() if t.is_floating_point() else t for name, t in cut.items() if name != IDS}

@@ -125,9 +125,9 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The parameters of the rotary embedding; of blocks without a sliding window if these differ."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return found.get("full_attention", found)
+    """Return the parameters of the rotary embedding; of blocks without a sliding window if these differ."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("full_attention", parameters)
 
 
 def rope_factors(config: PretrainedConfig) -> Float[Tensor, " half"] | None:

@@ -43,7 +43,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocabulary:
-    """The vocabulary of a tokenizer for an embedding of so many rows.
+    """Return the vocabulary of a tokenizer for an embedding of so many rows.
 
     Raises ValueError with the reason for a tokenizer that llama.cpp does not know.
     """
@@ -58,19 +58,19 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocab
     if _is_bytes(stated):
         pre = _pre_tokenizer(stated, bool(model.get("ignore_merges")))
         tokens, types = _tokens(tokenizer, size, "")
-        merges = [f"{left} {right}" for left, right in pairs]
-        found = Vocabulary("gpt2", pre, tokens, types, merges=merges)
+        merges = [f"{prefix} {suffix}" for prefix, suffix in pairs]
+        vocabulary = Vocabulary("gpt2", pre, tokens, types, merges=merges)
     elif model.get("byte_fallback"):
         tokens, types = _tokens(tokenizer, size, str(model.get("unk_token") or tokenizer.unk_token or ""))
-        found = Vocabulary("llama", "default", tokens, types, _scores(tokens, pairs))
-        found.flags["add_space_prefix"] = _adds_space(stated)
+        vocabulary = Vocabulary("llama", "default", tokens, types, _scores(tokens, pairs))
+        vocabulary.flags["add_space_prefix"] = _adds_space(stated)
     else:
         raise ValueError("its tokenizer merges characters and has no bytes to fall back to")
-    found.flags.update(_special(tokenizer))
+    vocabulary.flags.update(_special(tokenizer))
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    return Vocabulary(**{**vars(found), "template": template})
+    return Vocabulary(**{**vars(vocabulary), "template": template})
 
 
 def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
@@ -85,21 +85,21 @@ def _is_bytes(stated: dict[str, Any]) -> bool:
 
 
 def _pre_tokenizer(stated: dict[str, Any], ignores_merges: bool) -> str:
-    """The name in llama.cpp of the pre-tokenizer. Raises ValueError for an unknown one."""
+    """Return the name in llama.cpp of the pre-tokenizer. Raises ValueError for an unknown one."""
     steps = _steps(stated["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in steps]
-    own = steps[-1].get("use_regex", True)
-    if kinds == ["ByteLevel"] and own:
+    uses_regex = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and uses_regex:
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and own and steps[0]["individual_digits"]:
+    if kinds == ["Digits", "ByteLevel"] and uses_regex and steps[0]["individual_digits"]:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not own:
+    if kinds == ["Split", "ByteLevel"] and not uses_regex:
         expression = steps[0]["pattern"].get("Regex", "")
         for spelled in SUFFIXES:
-            rest = expression.removeprefix(spelled)
-            if rest != expression and rest == WORDS.replace("{digits}", "{1,3}"):
+            pattern = expression.removeprefix(spelled)
+            if pattern != expression and pattern == WORDS.replace("{digits}", "{1,3}"):
                 return "llama-bpe" if ignores_merges else "smaug-bpe"
-            if rest != expression and rest == WORDS.replace("{digits}", ""):
+            if pattern != expression and pattern == WORDS.replace("{digits}", ""):
                 return "qwen2"
     raise ValueError(f"its pre-tokenizer ({', '.join(kinds)}) is none that compress can name for llama.cpp")
 
@@ -124,8 +124,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, size: int, unknown: str) -> tupl
 def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
     """Scores with which llama.cpp merges in the order of the tokenizer: the earlier the merge, the higher the score."""
     rank: dict[str, int] = {}
-    for i, (left, right) in enumerate(pairs):
-        rank.setdefault(left + right, i)
+    for i, (prefix, suffix) in enumerate(pairs):
+        rank.setdefault(prefix + suffix, i)
     return [float(-rank[token]) if token in rank else NEVER for token in tokens]
 
 
@@ -140,13 +140,13 @@ def _adds_space(stated: dict[str, Any]) -> bool:
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool | int]:
-    """The ids of special tokens, and whether they are put around a text."""
-    found: dict[str, bool | int] = {}
+    """Return the ids of special tokens, and whether they are put around a text."""
+    values: dict[str, bool | int] = {}
     for name, key in SPECIAL.items():
         number = getattr(tokenizer, f"{name}_token_id", None)
         if number is not None:
-            found[f"{key}_token_id"] = number
+            values[f"{key}_token_id"] = number
     ids, plain = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
-    found["add_bos_token"] = len(ids) > len(plain) and ids[0] == tokenizer.bos_token_id
-    found["add_eos_token"] = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id
-    return found
+    values["add_bos_token"] = len(ids) > len(plain) and ids[0] == tokenizer.bos_token_id
+    values["add_eos_token"] = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id
+    return values

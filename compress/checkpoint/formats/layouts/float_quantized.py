@@ -74,7 +74,7 @@ class FloatQuantized(Layout):
         return CodesPart.of(Codes(bits, scale, None, GRID, codes.group_size, rows=codes.rows))
 
     def weight_arguments(self, scheme: LayerScheme) -> dict[str, Any]:
-        codes, found = codes_of(scheme), super().weight_arguments(scheme)
+        codes, arguments = codes_of(scheme), super().weight_arguments(scheme)
         if codes.rows == 1:
-            return found
-        return {**found, "strategy": "block", "group_size": None, "block_structure": [codes.rows, codes.group_size]}
+            return arguments
+        return {**arguments, "strategy": "block", "group_size": None, "block_structure": [codes.rows, codes.group_size]}

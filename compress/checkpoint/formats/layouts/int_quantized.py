@@ -44,15 +44,15 @@ class IntQuantized(Layout):
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         codes = codes_of(scheme)
         scales = (1,) if codes.group_size == "tensor" else (scheme.shape[0], 1)
-        found = {"weight": TensorSpec(scheme.shape, torch.int8), "weight_scale": TensorSpec(scales)}
-        return found if codes.symmetric else found | {"weight_zero_point": TensorSpec(scales, torch.int8)}
+        specs = {"weight": TensorSpec(scheme.shape, torch.int8), "weight_scale": TensorSpec(scales)}
+        return specs if codes.symmetric else specs | {"weight_zero_point": TensorSpec(scales, torch.int8)}
 
     def encode(self, part: CodesPart) -> dict[str, Tensor]:
         flat = part.group_size == "tensor"
-        found = {"weight": part.codes().codes, "weight_scale": part.scale.reshape(1) if flat else part.scale}
+        tensors = {"weight": part.codes().codes, "weight_scale": part.scale.reshape(1) if flat else part.scale}
         if part.zero is not None:
-            found["weight_zero_point"] = part.zero.reshape(1) if flat else part.zero
-        return found
+            tensors["weight_zero_point"] = part.zero.reshape(1) if flat else part.zero
+        return tensors
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
         codes = codes_of(scheme)

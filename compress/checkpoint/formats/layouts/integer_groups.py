@@ -18,28 +18,33 @@ from compress.numerics.quant.grids import GRIDS, IntGrid
 
 
 def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: Collection[int]) -> str | None:
-    """Why a format of integers cannot store a layer, and how to change the recipe; None if it can.
+    """Return why a format of integers cannot store a layer, and how to change the recipe; None if it can.
 
-    name: of the format. bits, sizes: the bits of its codes and its group sizes.
+    Args:
+        scheme: scheme of the layer.
+        name: name of the format.
+        bits: bits of its codes.
+        sizes: its group sizes.
     """
-    here = f"format {name}"
-    reason = refuses_inputs(scheme, here)
+    format_name = f"format {name}"
+    reason = refuses_inputs(scheme, format_name)
     if reason is not None or scheme.plain:
         return reason
     if scheme.codes is None:
-        return f"{here} holds only codes, not {scheme.text}; use format: native"
+        return f"{format_name} holds only codes, not {scheme.text}; use format: native"
     codes, width = scheme.codes, scheme.shape[1]
     if not isinstance(codes.grid, IntGrid) or not codes.grid.plain or codes.grid.bits not in bits:
-        known = ", ".join(f"int{number}" for number in bits)
-        return f"{here} holds weights {known}, not {codes.grid.name}; use one of them, or format: native"
+        supported = ", ".join(f"int{number}" for number in bits)
+        return f"{format_name} holds weights {supported}, not {codes.grid.name}; use one of them, or format: native"
     if scheme.rounding is not None:
-        return f"{here} cannot state that activations are rounded; use activations: none, or format: compressed-tensors"
+        remedy = "use activations: none, or format: compressed-tensors"
+        return f"{format_name} cannot state that activations are rounded; {remedy}"
     if codes.float_zeros:
-        return f"zero points of {here} are integers; use zero_point: integer, or format: native"
+        return f"zero points of {format_name} are integers; use zero_point: integer, or format: native"
     size = codes.group_size
     if isinstance(size, int) and (size not in sizes or width % size):
-        known = ", ".join([*(str(s) for s in sizes if width % s == 0), "channel"])
-        return f"{here} has no groups of {size} columns for {width} inputs; use {known}, or format: native"
+        supported = ", ".join([*(str(s) for s in sizes if width % s == 0), "channel"])
+        return f"{format_name} has no groups of {size} columns for {width} inputs; use {supported}, or format: native"
     return None
 
 
@@ -71,11 +76,11 @@ def signed_zeros(unsigned: Int[Tensor, "out groups"], codes: CodesScheme) -> Int
 
 
 def int_grid(bits: int) -> IntGrid:
-    """The grid of signed integers of so many bits. Raises ValueError."""
-    found = GRIDS.get(f"int{bits}")
-    if not isinstance(found, IntGrid):
+    """Return the grid of signed integers of so many bits. Raises ValueError."""
+    grid = GRIDS.get(f"int{bits}")
+    if not isinstance(grid, IntGrid):
         raise ValueError(f"codes of {bits} bits")
-    return found
+    return grid
 
 
 def read_group_size(width: int, stated: int, groups: int, name: str) -> GroupSize:
@@ -95,9 +100,9 @@ def read_group_size(width: int, stated: int, groups: int, name: str) -> GroupSiz
 
 
 def in_block(name: str) -> str | None:
-    """The name of a linear inside of its block; None for one outside of numbered blocks."""
-    found = re.search(r"\.\d+\.(.*)", name)
-    return None if found is None else found[1]
+    """Return the name of a linear inside of its block; None for one outside of numbered blocks."""
+    matched = re.search(r"\.\d+\.(.*)", name)
+    return None if matched is None else matched[1]
 
 
 def skipped(names: Collection[str]) -> dict[str, dict[str, str]]:

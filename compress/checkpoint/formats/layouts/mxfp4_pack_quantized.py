@@ -31,5 +31,5 @@ class MXFP4PackQuantized(Float4Layout):
         return {"weight_packed": as_bytes(part.words), "weight_scale": part.scale}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
-        held = {"words": as_words(tensors["weight_packed"]), "scale": tensors["weight_scale"]}
-        return CodesPart(codes_of(scheme), scheme.shape, held)
+        fields = {"words": as_words(tensors["weight_packed"]), "scale": tensors["weight_scale"]}
+        return CodesPart(codes_of(scheme), scheme.shape, fields)

@@ -43,9 +43,9 @@ class NVFP4PackQuantized(Float4Layout):
         }
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
-        held = {
+        fields = {
             "words": as_words(tensors["weight_packed"]),
             "scale": tensors["weight_scale"].view(torch.uint8),
             "shared": tensors["weight_global_scale"],
         }
-        return CodesPart(codes_of(scheme), scheme.shape, held)
+        return CodesPart(codes_of(scheme), scheme.shape, fields)

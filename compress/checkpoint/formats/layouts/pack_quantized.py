@@ -104,14 +104,14 @@ class PackQuantized(Layout):
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         codes, (rows, width) = codes_of(scheme), scheme.shape
         bits, groups = codes.grid.bits, groups_in(width, codes.group_size)
-        found = {
+        specs = {
             "weight_packed": TensorSpec((rows, packed_width(width, bits)), torch.int32),
             "weight_scale": TensorSpec((1,) if codes.group_size == "tensor" else (rows, groups)),
             "weight_shape": TensorSpec((2,), torch.int64),
         }
         if codes.symmetric:
-            return found
-        return found | {"weight_zero_point": TensorSpec((packed_width(rows, bits), groups), torch.int32)}
+            return specs
+        return specs | {"weight_zero_point": TensorSpec((packed_width(rows, bits), groups), torch.int32)}
 
     def units(self, codes: CodesScheme) -> tuple[int, int]:
         words = whole_words(codes.grid.bits)
@@ -120,11 +120,11 @@ class PackQuantized(Layout):
     def encode(self, part: CodesPart) -> dict[str, Tensor]:
         scale = part.scale.reshape(1) if part.group_size == "tensor" else part.scale
         shape = torch.tensor(part.shape, dtype=torch.int64)
-        found = {"weight_packed": part.words, "weight_scale": scale, "weight_shape": shape}
+        tensors = {"weight_packed": part.words, "weight_scale": scale, "weight_shape": shape}
         if part.zero is not None:
             unsigned = part.zero.to(torch.int16) - part.grid.lowest_stored
-            found["weight_zero_point"] = pack(unsigned.T, part.grid.bits).T
-        return found
+            tensors["weight_zero_point"] = pack(unsigned.T, part.grid.bits).T
+        return tensors
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
         codes, rows = codes_of(scheme), scheme.shape[0]

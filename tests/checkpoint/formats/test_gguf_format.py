@@ -207,7 +207,7 @@ def test_rows_of_heads_go_and_come_back():
         ),
         (RTN(weights="int8", activations="int8", **GROUPS), {}, "cannot state that activations are rounded"),
         (GPTQ(weights="int4", act_order="group", **GROUPS), {}, "in any order of columns; use act_order: static"),
-        (KVCache(), {}, "format gguf cannot state that keys and values are rounded; .* remove the pass"),
+        (KVCache(), {}, "format gguf cannot state a cache policy; .* remove the pass"),
     ],
 )
 def test_what_no_block_holds_is_refused_before_the_first_pass(step, save, message, recipe, tmp_path):

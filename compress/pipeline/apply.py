@@ -54,8 +54,10 @@ def apply(
     missing mask token.
     """
     passes = read_passes([passes] if isinstance(passes, Pass) else passes)
-    check_order(passes, begun=any(isinstance(module, CompressedLinear) for module in model.modules()))
+    check_order(passes, begun=True)
     check_supported(model)
+    if not any(isinstance(module, CompressedLinear) for module in model.modules()):
+        check_order(passes)
     guard_saving(model)
     journal = journal or Journal()
     for log in open_experts(model):

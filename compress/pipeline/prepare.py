@@ -85,7 +85,7 @@ def prepare(
     assert planned.fit is not None
     resolved = resolved.with_calibration(batch=planned.fit.batch)
     recipe = resolved.recipe
-    stated = written(recipe)
+    stated, recorded = written(recipe), _at_commit(recipe, opened)  # before an output folder with plugins is replaced
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
@@ -120,7 +120,7 @@ def prepare(
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
     run, uses = replace(run, calibration=examples), (*uses, *(use for _, use in evaluated))
-    return Job(resolved, run, planned, examples, texts, manifest, _at_commit(recipe, opened), given_bytes, uses, accept)
+    return Job(resolved, run, planned, examples, texts, manifest, recorded, given_bytes, uses, accept)
 
 
 def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:

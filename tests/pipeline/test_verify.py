@@ -14,6 +14,7 @@ from compress.checkpoint.containers.files import file_sha256
 from compress.errors import CompressError, TargetError, VerificationError
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
+from compress.models.kinds.batch import Batch
 from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.pipeline.checkpoint import WORK, open_folder
@@ -106,7 +107,7 @@ def quantized_inputs(recipe, tmp_path_factory):
     return asked, compress.run(asked, tmp_path_factory.mktemp("w8a8") / "out", progress=False).folder
 
 
-def logits_with_crossed_code(folder, ids):
+def logits_with_crossed_code(folder, batch):
     """The logits of a checkpoint whose first layer reads one input a step further, as after another last bit."""
 
     def cross(module, args):
@@ -117,13 +118,13 @@ def logits_with_crossed_code(folder, ids):
 
     model = compress.load(folder, dtype="float32")[0]
     with plain_torch(), model.get_submodule("model.layers.0.mlp.up_proj").register_forward_pre_hook(cross):
-        return logits_of(model, ids)
+        return logits_of(model, batch)
 
 
 def test_a_crossed_code_of_an_activation_is_no_wrong_checkpoint(check, quantized_inputs):
     asked, folder = quantized_inputs
     reference = load_file(folder / WORK / "probe.safetensors")
-    crossed = reference | {"logits": logits_with_crossed_code(folder, reference["ids"])}
+    crossed = reference | {"logits": logits_with_crossed_code(folder, Batch.of_tensors(reference))}
     difference = (crossed["logits"] - reference["logits"]).abs().max()
     assert difference > 1e-3 * reference["logits"].abs().max()  # far more than the last bits of equal arithmetic
     verified = check(folder, asked, reference=crossed)

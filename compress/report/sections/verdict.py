@@ -22,6 +22,7 @@ from compress.report.verdict import (
     of_result,
     of_tasks,
     source_differs,
+    storage_bits,
 )
 
 
@@ -50,10 +51,12 @@ class VerdictSection(Section):
 def _size(result: RunResult) -> KeyFigure:
     size = result.size
     note = f"{data_size(size.dense_bytes)} → {data_size(size.checkpoint_bytes)}"
+    label = "smaller"
     if size.source_bytes is not None and source_differs(size):
         note += f"; the given file has {data_size(size.source_bytes)}"
+        label = f"smaller than in {storage_bits(result)} bits"
     smaller = size.dense_bytes / size.checkpoint_bytes
-    return KeyFigure(f"{smaller:.2f}×", "smaller", note, "good" if smaller > 1 else "plain")
+    return KeyFigure(f"{smaller:.2f}×", label, note, "good" if smaller > 1 else "plain")
 
 
 def _speed(result: RunResult) -> list[KeyFigure]:

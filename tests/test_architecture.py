@@ -799,6 +799,13 @@ def test_nothing_prints():
     holds(lambda m: prints(tree_of(m)), "only the command line prints, by click")
 
 
+def test_commands_print_through_one_function():
+    """Names of tensors and files are printed, and could command a terminal."""
+    allowed = {"compress.cli.show", "compress.cli.completion"}
+    echoes = lambda tree: [f"line {n.lineno}" for n in ast.walk(tree) if dotted(n) in ("click.echo", "click.secho")]  # noqa: E731
+    holds(lambda m: () if m in allowed else echoes(tree_of(m)), "use compress.cli.show.echo")
+
+
 def test_nothing_reads_the_environment():
     holds(lambda m: () if m in ENVIRONMENT else environment(tree_of(m)), "only the command line reads the environment")
 

@@ -11,7 +11,7 @@ import click
 from compress.cli.complete import complete_pruning, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
-from compress.cli.show import print_json, print_plan, print_report
+from compress.cli.show import echo, print_json, print_plan, print_report
 from compress.recipe.shipped import find_recipe
 from compress.version import __version__
 
@@ -191,7 +191,7 @@ def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str, acti
     """Print the answer of MODEL, a compressed checkpoint or any other model, to PROMPT (greedy decoding)."""
     from compress.pipeline.generate import generate_text
 
-    click.echo(generate_text(model, prompt, tokens, plain, dtype, activations))
+    echo(generate_text(model, prompt, tokens, plain, dtype, activations))
 
 
 def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
@@ -242,4 +242,4 @@ def _run(
     if result.report:
         show(result.report)
         if repository is not None:
-            click.echo(f"uploaded: {publish.push_to_hub(folder, repository)}", err=as_json)
+            echo(f"uploaded: {publish.push_to_hub(folder, repository)}", err=as_json)

@@ -9,7 +9,7 @@ import click
 
 from compress.cli.complete import complete_compute
 from compress.cli.eval import print_evaluation, settings_of, settings_options
-from compress.cli.show import print_json, print_table
+from compress.cli.show import echo, print_json, print_table
 
 
 @click.command("compare")
@@ -70,4 +70,4 @@ def compare(
         return
     print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
     for variant in variants:
-        click.echo(f"{variant.source}: {pareto.verdict(variant)}")
+        echo(f"{variant.source}: {pareto.verdict(variant)}")

@@ -9,7 +9,7 @@ import click
 
 from compress.cli.complete import complete_compute, complete_suite
 from compress.cli.options import FAIL_IF, limits_of
-from compress.cli.show import print_table
+from compress.cli.show import echo, print_table
 from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def evaluate(
         if out is not None:
             write_text(out, text + "\n")
         if as_json:
-            click.echo(text)
+            echo(text)
         else:
             print_evaluation(comparison)
 
@@ -159,6 +159,6 @@ def print_evaluation(comparison: Comparison) -> None:
         print_table(title, head, rows)
         title = ""
     for note in comparison.notes:
-        click.echo(f"note: {note}")
+        echo(f"note: {note}")
     for name, reason in comparison.failed.items():
-        click.echo(f"failed: {name}: {reason}")
+        echo(f"failed: {name}: {reason}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from compress.cli.group import without_collection
-from compress.cli.show import print_json, print_table
+from compress.cli.show import echo, print_json, print_table
 
 
 @click.command()
@@ -35,4 +35,4 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_
         for kind in kinds
     ]
     print_table(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows)
-    click.echo(f"checkpoint: {out}, model card: {out / 'README.md'}")
+    echo(f"checkpoint: {out}, model card: {out / 'README.md'}")

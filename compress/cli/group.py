@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from compress.cli.show import echo
 from compress.errors import CompressError, ProcessError
 
 INTERRUPTED = 130
@@ -64,7 +65,7 @@ class ErrorGroup(click.Group):
 
 def _fail(message: str, code: int, debug: bool) -> NoReturn:
     """Print one line, or the traceback with --debug, to standard error and exit."""
-    click.echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
+    echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 

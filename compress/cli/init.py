@@ -8,7 +8,7 @@ import click
 
 from compress.cli.complete import complete_target
 from compress.cli.group import without_collection
-from compress.cli.show import print_json
+from compress.cli.show import echo, print_json
 
 
 class InitCommand(click.Command):
@@ -75,12 +75,12 @@ def init(model: str, target: str, out: Path, source: str, overwrite: bool, check
             }
         )
         return
-    click.echo(f"{out}: {draft.start.summary}")
+    echo(f"{out}: {draft.start.summary}")
     for line in draft.changed:
-        click.echo(f"note: {line}")
+        echo(f"note: {line}")
     if draft.planned is not None and sizes is not None:
         for line in draft.planned.notes:
-            click.echo(f"note: {line}")
+            echo(f"note: {line}")
         dense, small, memory = (size / 1e6 for size in sizes.values())
-        click.echo(f"plan: {dense:.1f} MB become {small:.1f} MB, with about {memory:.0f} MB of tensors in memory")
-    click.echo(f"next: compress run {out} -o out/{out.stem}")
+        echo(f"plan: {dense:.1f} MB become {small:.1f} MB, with about {memory:.0f} MB of tensors in memory")
+    echo(f"next: compress run {out} -o out/{out.stem}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compress.cli.show import print_json, print_table
+from compress.cli.show import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from compress.checkpoint.inspection import Inspection, Module
@@ -33,7 +33,7 @@ def inspect(path: Path, all_modules: bool, as_json: bool, values: bool, verify: 
         return
     _print(inspection, all_modules)
     if verify:
-        click.echo(f"files: all as {SUMS} says")
+        echo(f"files: all as {SUMS} says")
 
 
 def _verify(path: Path) -> None:
@@ -43,7 +43,7 @@ def _verify(path: Path) -> None:
 
     reason_by_file = damaged(path)
     for name, reason in reason_by_file.items():
-        click.echo(f"{path / name} {reason}", err=True)
+        echo(f"{path / name} {reason}", err=True)
     if reason_by_file:
         raise ModelError(f"model: {len(reason_by_file)} files of {path} are not as they were written; fetch them again")
 
@@ -66,12 +66,12 @@ def _print(inspection: Inspection, all_modules: bool) -> None:
     modules = inspection.modules if all_modules else inspection.groups()
     print_table("", tuple(columns), [tuple(text(module) for text in columns.values()) for module in modules])
     for note in inspection.notes:
-        click.echo(f"note: {note}")
-    click.echo(
+        echo(f"note: {note}")
+    echo(
         f"{inspection.source}: {inspection.method}; {len(inspection.modules)} modules in {len(inspection.files)} files"
     )
     file_bytes = sum(inspection.files.values())
-    click.echo(
+    echo(
         f"weights: {inspection.weights}, bytes: {inspection.size_bytes} ({file_bytes} in the files), "
         f"bits per weight: {inspection.bits_per_weight:.2f}"
     )

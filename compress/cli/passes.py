@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from compress.cli.complete import complete_pass, complete_shipped
-from compress.cli.show import print_json, print_pass
+from compress.cli.show import echo, print_json, print_pass
 from compress.errors import RecipeError, did_you_mean
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def passes(name: str | None, plugin: tuple[str, ...], as_json: bool) -> None:
         return
     width = max(map(len, page_by_key))
     for key, page in page_by_key.items():
-        click.echo(f"{key:{width}}  {page.summary}")
+        echo(f"{key:{width}}  {page.summary}")
 
 
 def _page(key: str) -> PassPage:
@@ -73,7 +73,7 @@ def schemes(as_json: bool) -> None:
         )
         return
     for preset in presets().values():
-        click.echo(f"{preset.name:12}  {preset.summary}")
+        echo(f"{preset.name:12}  {preset.summary}")
 
 
 @click.command()
@@ -92,10 +92,10 @@ def recipes(name: str | None, as_json: bool) -> None:
     if name is not None:
         text = path_by_name[name].read_text(encoding="utf-8")
         values = {"name": name, "summary": summary_of(path_by_name[name]), "text": text}
-        print_json(values) if as_json else click.echo(text, nl=False)
+        print_json(values) if as_json else echo(text, nl=False)
     elif as_json:
         print_json([{"name": key, "summary": summary_of(path)} for key, path in path_by_name.items()])
     else:
         width = max(map(len, path_by_name))
         for key, path in path_by_name.items():
-            click.echo(f"{key:{width}}  {summary_of(path)}")
+            echo(f"{key:{width}}  {summary_of(path)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from compress.cli.show import print_json, print_report
+from compress.cli.show import echo, print_json, print_report
 
 
 @click.command("report")
@@ -34,4 +34,4 @@ def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool)
     print_json(result.to_json()) if as_json else print_report(result.to_json(), folder)
     page = (folder / PAGE).resolve()
     if (sys.stdout.isatty() if shown is None else shown) and not webbrowser.open(page.as_uri()):
-        click.echo(f"note: no browser was found; open {page}", err=as_json)
+        echo(f"note: no browser was found; open {page}", err=as_json)

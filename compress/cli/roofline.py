@@ -10,7 +10,7 @@ import click
 
 from compress.cli.complete import complete_device, complete_recipe
 from compress.cli.group import without_collection
-from compress.cli.show import print_json, print_table
+from compress.cli.show import echo, print_json, print_table
 from compress.recipe.shipped import SUFFIXES, shipped
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
             f"decode one token: {title}", *_rows(estimated.before.decode, estimated.after and estimated.after.decode)
         )
     for line in _totals(estimated):
-        click.echo(line)
+        echo(line)
 
 
 def _list(as_json: bool) -> None:
@@ -81,7 +81,7 @@ def _list(as_json: bool) -> None:
         return
     for name, device in devices().items():
         rates = ", ".join(f"{kind} {rate / 1e12:g}" for kind, rate in device.rates.items())
-        click.echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
+        echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
 
 
 def _rows(original: PassCost, compressed: PassCost | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

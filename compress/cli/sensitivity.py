@@ -9,7 +9,7 @@ import click
 
 from compress.cli.complete import complete_compute
 from compress.cli.group import without_collection
-from compress.cli.show import print_json, print_table
+from compress.cli.show import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from compress.recipe.sensitivities import Sensitivities, Sensitivity
@@ -119,7 +119,7 @@ def sensitivity(
     if spelled is not None:
         import yaml
 
-        click.echo(yaml.safe_dump({"passes": [spelled]}, sort_keys=False, width=120), nl=False)
+        echo(yaml.safe_dump({"passes": [spelled]}, sort_keys=False, width=120), nl=False)
 
 
 def _print(sensitivities: Sensitivities, all_layers: bool) -> None:

@@ -1,8 +1,9 @@
-"""Print results of commands: tables on standard output."""
+"""Print results of commands: lines and tables. Names and texts that come from files cannot command a terminal."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +17,35 @@ if TYPE_CHECKING:
 
 WIDE = 200  # columns of a table that is not printed on a terminal
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except new line and tab, changes of the direction of text, and halves of surrogate pairs."""
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters, such as the escape of terminal commands, spelled as \\x1b."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def echo(text: str, err: bool = False, nl: bool = True) -> None:
+    """Print a text with `printable` characters.
+
+    Args:
+        err: print on standard error.
+        nl: end with a new line.
+    """
+    click.echo(printable(text), err=err, nl=nl)
+
 
 def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table; all columns but the first are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(title=title or None, title_justify="left")
+    shown = Table(title=printable(title) or None, title_justify="left")
     for i, name in enumerate(head):
         shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(printable, row))
     # a file or a pipe has no width
     Console(markup=False, width=shutil.get_terminal_size((WIDE, 24)).columns).print(shown)
 
@@ -40,11 +59,11 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     print_table(f"{report.model.source} -> {folder}", size_and_quality.HEAD, size_and_quality.rows(report))
     print_table("", time_and_memory.HEAD, time_and_memory.rows(report))
     if report.reading is not None:
-        click.echo(time_and_memory.disk_time(report.reading))
+        echo(time_and_memory.disk_time(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
-        click.echo(line)
-    click.echo(f"checkpoint sha256: {report.checkpoint_sha256}")
-    click.echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
+        echo(line)
+    echo(f"checkpoint sha256: {report.checkpoint_sha256}")
+    echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
 
 
 def print_plan(planned: Plan, all_modules: bool) -> None:
@@ -66,16 +85,16 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
         rows = [(name, count, *cells) for count, (name, *cells) in zip(counts, rows, strict=True)]
     print_table("", head, rows)
     for note in planned.notes:
-        click.echo(f"note: {note}")
-    click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
+        echo(f"note: {note}")
+    echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
     process_bytes = planned.process_bytes
     several = (
         "" if process_bytes is None else f"; {process_bytes / 1e6:.0f} MB in each process, if a launcher starts several"
     )
-    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries{several}")
+    echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries{several}")
     for need in () if planned.fit is None else planned.fit.needs:
-        click.echo(f"  {need.where}: {need.size_bytes / 1e6:.0f} MB ({need.text})")
-    click.echo(time_of(planned))
+        echo(f"  {need.where}: {need.size_bytes / 1e6:.0f} MB ({need.text})")
+    echo(time_of(planned))
 
 
 def time_of(planned: Plan) -> str:
@@ -97,33 +116,33 @@ def in_words(seconds: float) -> str:
 
 def print_json(value: Any) -> None:
     """Print JSON."""
-    click.echo(json.dumps(value, indent=2))
+    echo(json.dumps(value, indent=2))
 
 
 def print_pass(page: PassPage) -> None:
     """Print the page of a pass: documentation, order, paper, options with defaults and ranges, and measured rows."""
     from compress.recipe.measured import figure, measured, spelled
 
-    click.echo(f"{page.name}\n\n{page.summary}")
+    echo(f"{page.name}\n\n{page.summary}")
     for title, text in page.sections():
         if text:
-            click.echo(f"\n{title.lower()}: {text}" if title else f"\n{text}")
+            echo(f"\n{title.lower()}: {text}" if title else f"\n{text}")
     schemes = f"; schemes: {', '.join(page.schemes)}" if page.schemes else ""
-    click.echo(f"recipe: compress run {page.name} --model MODEL{schemes}")
-    click.echo("\noptions:")
+    echo(f"recipe: compress run {page.name} --model MODEL{schemes}")
+    echo("\noptions:")
     for option in page.options:
         default = "required" if option.default is None else option.default
         values = f" ({option.values})" if option.values else ""
         _wrapped(f"{option.name} = {default}{values}: {option.description}")
     for table, rows in page.measured:
-        click.echo(f"\nmeasured perplexity; {table.text}:")
+        echo(f"\nmeasured perplexity; {table.text}:")
         for row in rows:
             chain = ", ".join(map(spelled, row.passes))
             bits = f", {row.bits:g} bits" if row.bits else ""
             _wrapped(f"{figure(row.perplexity):<7} {chain}{bits}{f' ({row.note})' if row.note else ''}")
     if page.measured:
-        click.echo(f"\n{measured().protocol}; uncompressed: {measured().uncompressed}")
+        echo(f"\n{measured().protocol}; uncompressed: {measured().uncompressed}")
 
 
 def _wrapped(text: str) -> None:
-    click.echo(click.wrap_text(text, 100, "  ", "      ", preserve_paragraphs=False))
+    echo(click.wrap_text(text, 100, "  ", "      ", preserve_paragraphs=False))

@@ -28,7 +28,9 @@ CHAINS = {
 }
 # Of weights that agree with one process: Hessians are added in float64 over 256 tokens, the length of a sequence here.
 SHARE = 0.999
-SHARES = {"segments": 0.95}
+# awq chooses one of 40 scales: in a tie the last bits of the sums decide, and all codes behind it are others (measured:
+# 0.82 in 3 processes); its loss is compared as that of the others.
+SHARES = {"segments": 0.95, "awq": 0.75}
 pytestmark = pytest.mark.slow
 
 

@@ -110,7 +110,7 @@ def test_two_processes_measure_what_one_measures(asked, alone):
     equal(alone, measured(out, "two"))
     files = {path.name: len(path.read_text().splitlines()) for path in (out / "two").glob("*/requests/*.jsonl")}
     assert files.keys() == {"0.jsonl", "1.jsonl"}  # each process computed a share
-    assert any(".tasks.piqa.metrics.acc.value" in key for key in alone)
+    assert any(".items.piqa.metrics.acc.value" in key for key in alone)
 
 
 @pytest.mark.slow

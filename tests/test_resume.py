@@ -171,7 +171,7 @@ def test_the_parts_that_a_recipe_is_worked_in():
     steps = [("a", Wanda(), []), ("b", RTN(), []), ("c", Finetune(), []), ("d", Distill(), []), ("e", RTN(), [])]
     found = segments(steps)
     assert [[label for label, _, _ in part.steps] for part in found] == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert [(part.index, part.first, part.swept, part.last) for part in found] == [
+    assert [(part.index, part.first_step, part.swept, part.last) for part in found] == [
         (0, 0, True, False),
         (1, 2, False, False),
         (2, 3, False, False),

@@ -120,8 +120,8 @@ MUTATIONS = (
     ),
     Mutation(
         "compress/pipeline/checkpoint.py",
-        "if found is not None and found.fingerprint == wanted:",
-        "if found is not None:",
+        "if manifest is not None and manifest.fingerprint == fingerprint:",
+        "if manifest is not None:",
         "pipeline/test_checkpoint.py",
         "another run is taken up",
     ),

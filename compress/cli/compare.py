@@ -45,6 +45,7 @@ def compare(
 ) -> None:
     """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
     from compress.checkpoint.containers.files import write_text
+    from compress.evaluate.gate import check_models
     from compress.report import pareto
 
     if measure or base is not None:
@@ -62,12 +63,14 @@ def compare(
         )
         variants = pareto.from_comparison(comparison)
     else:
-        variants = pareto.from_reports([Path(model) for model in models])
+        comparison, variants = None, pareto.from_reports([Path(model) for model in models])
     if out is not None:
         write_text(out, pareto.html(variants) if out.suffix == ".html" else str(pareto.picture(variants)))
     if as_json:
         print_json([variant.model_dump() for variant in variants])
-        return
-    print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
-    for variant in variants:
-        echo(f"{variant.source}: {pareto.verdict(variant)}")
+    else:
+        print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
+        for variant in variants:
+            echo(f"{variant.source}: {pareto.verdict(variant)}")
+    if comparison is not None:
+        check_models(comparison)

@@ -44,7 +44,6 @@ SETTINGS = (
     click.option("--fewshot", type=click.IntRange(min=0), help="Worked examples in each prompt of a task."),
     click.option("--chat-template", is_flag=True, default=None, help="Put prompts into the model's chat template."),
     click.option("--generation", is_flag=True, default=None, help="Compare greedy answers to fixed prompts."),
-    FAIL_IF,
 )
 
 
@@ -58,6 +57,7 @@ def settings_options(command: Any) -> Any:
 @click.command("eval")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @settings_options
+@FAIL_IF
 @click.option("--base", help="Model that the others are compared with.  [default: the first of several]")
 @click.option("--dtype", default="auto", help="Dtype of computation.")
 @click.option(
@@ -87,7 +87,7 @@ def evaluate(
 ) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
     from compress.checkpoint.containers.files import write_text
-    from compress.evaluate.gate import quality_error
+    from compress.evaluate.gate import check_models
     from compress.passes.contract.context import device_of
     from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate_models
@@ -105,11 +105,10 @@ def evaluate(
         else:
             print_evaluation(comparison)
 
-    settings = settings_of(options)
     with processes.together():
         comparison = evaluate_models(
             models,
-            settings,
+            settings_of(options),
             base=base,
             work=work,
             dtype=dtype,
@@ -124,10 +123,7 @@ def evaluate(
     show(comparison)
     if comparison.failed:
         raise Failure(f"{len(comparison.failed)} tasks failed: {', '.join(comparison.failed)}; the others are complete")
-    for model in comparison.models:
-        limits = settings.fail_if if model.source != comparison.base else None
-        if (error := quality_error(limits, model, model.source)) is not None:
-            raise error
+    check_models(comparison)
 
 
 def settings_of(options: dict[str, Any]) -> Evaluate:
@@ -145,7 +141,7 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
     if options["tasks"] is not None:
         tasks = [name.strip() for name in options["tasks"].split(",") if name.strip()]
         changes["tasks"] = () if tasks == ["none"] else tuple(tasks)
-    changes["fail_if"] = limits_of(options["limits"]) or None
+    changes["fail_if"] = limits_of(options.get("limits", ())) or None
     values = {key: value for key, value in changes.items() if value is not None}
     return Evaluate(**values) if options["suite"] is None else read_suite(options["suite"], **values)
 

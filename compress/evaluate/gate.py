@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from compress.errors import QualityError
-from compress.evaluate.result import Measurements
+from compress.evaluate.result import Comparison, Measurements
 from compress.evaluate.tasks import TasksResult
 from compress.recipe.evaluation import QualityLimits
+
+
+def check_models(comparison: Comparison) -> None:
+    """Check all measured models but the base against `fail_if` of the settings.
+
+    Raises:
+        QualityError: for the first model that exceeds a limit.
+    """
+    for model in comparison.models:
+        limits = comparison.settings.fail_if if model.source != comparison.base else None
+        if (error := quality_error(limits, model, model.source)) is not None:
+            raise error
 
 
 def quality_error(limits: QualityLimits | None, measured: Measurements, name: str) -> QualityError | None:

@@ -76,6 +76,10 @@ class ModelIdentity(Record):
     commit: str | None = None
 
 
+HEADERS_SHARE = 0.01
+"""Fraction of a weight file that its headers stay below."""
+
+
 class Sizes(Record):
     """Sizes of a checkpoint.
 
@@ -98,6 +102,13 @@ class Sizes(Record):
     compressed_bytes: int
     bits_per_weight: float
     source_bytes: int | None = None
+
+    @property
+    def other_source_bytes(self) -> int | None:
+        """`source_bytes` if they differ from `dense_bytes` by more than headers of files do, else None."""
+        source_bytes = self.source_bytes
+        differs = source_bytes is not None and abs(source_bytes / self.dense_bytes - 1) > HEADERS_SHARE
+        return source_bytes if differs else None
 
 
 class DiskReading(Record):

@@ -22,15 +22,15 @@ KL_MARGIN = 0.01
 FLIPS_MARGIN = 0.05
 """Fraction of positions whose most likely token may differ between models that count as equal."""
 
-Outcome = Literal["no visible loss", "better", "undecided", "different", "worse"]
+Outcome = Literal["no visible loss", "better", "undecided", "different predictions", "worse"]
 """What the measurements show, from the mildest outcome to the most severe.
 
-worse, better: the interval of the loss difference excludes zero. different: that of the loss difference does not, but
-the KL divergence or the changed predictions exceed their margins. undecided: the intervals are too wide, there are too
-few windows, or the divergence was not measured.
+worse, better: the interval of the loss difference excludes zero. different predictions: that of the loss difference
+does not, but the KL divergence or the changed predictions exceed their margins. undecided: the intervals are too wide,
+there are too few windows, or the divergence was not measured.
 """
 
-OUTCOMES: tuple[Outcome, ...] = ("no visible loss", "better", "undecided", "different", "worse")
+OUTCOMES: tuple[Outcome, ...] = ("no visible loss", "better", "undecided", "different predictions", "worse")
 
 
 class ConfidenceInterval(NamedTuple):
@@ -58,7 +58,13 @@ class Verdict(NamedTuple):
     @property
     def tone(self) -> Literal["good", "bad", "plain"]:
         """The color of figures with this outcome."""
-        return "bad" if self.outcome in ("worse", "different") else "plain" if self.outcome == "undecided" else "good"
+        return (
+            "bad"
+            if self.outcome in ("worse", "different predictions")
+            else "plain"
+            if self.outcome == "undecided"
+            else "good"
+        )
 
 
 def interval(value: float, stderr: float | None, windows: int) -> ConfidenceInterval | None:
@@ -91,7 +97,7 @@ def verdict_of(text: TextQuality) -> Verdict | None:
         return Verdict("undecided", "the divergence was not measured; set top_k")
     if kl.low > KL_MARGIN or flips.low > FLIPS_MARGIN:
         return Verdict(
-            "different",
+            "different predictions",
             f"KL divergence {divergence.mean:.2g} nats, {1 - divergence.agreement:.1%} of the predictions changed; for "
             "the loss, measure more windows",
         )

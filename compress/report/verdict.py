@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 
 from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
 from compress.evaluate.perplexity import Difference, TextQuality
-from compress.evaluate.result import Measurements, RunResult, Sizes
+from compress.evaluate.result import Measurements, RunResult
 from compress.evaluate.speed import SpeedResult
 from compress.evaluate.tasks import TasksResult, adjusted_p_values
 from compress.evaluate.verdict import OUTCOMES, Verdict, verdict_of
 from compress.numerics.dtypes import DTYPES
 from compress.report.page.numbers import with_error
 
-ANOTHER_SIZE = 0.01
-"""Relative difference from which two sizes of a model are told apart: headers of files stay below it."""
 SIGNIFICANT = 0.05
 """p-value, adjusted for the number of metrics, below which the flips of a task count as a difference."""
 
@@ -28,9 +26,7 @@ def of_loss(text: TextQuality, change: Difference) -> str:
 
 def outcome_with_reason(verdict: Verdict) -> str:
     """Return the outcome and, if there is one, its reason in brackets."""
-    names = {"different": "different predictions"}
-    outcome = names.get(verdict.outcome, verdict.outcome)
-    return f"{outcome} ({verdict.reason})" if verdict.reason else outcome
+    return f"{verdict.outcome} ({verdict.reason})" if verdict.reason else verdict.outcome
 
 
 def faster(measured: Measurements) -> float | None:
@@ -48,11 +44,6 @@ def storage_bits(result: RunResult) -> int:
     return 8 * DTYPES[result.reproduce.storage_dtype].itemsize
 
 
-def source_differs(size: Sizes) -> bool:
-    """Return whether the files that were given have another size than the dense model in the storage dtype."""
-    return size.source_bytes is not None and abs(size.source_bytes / size.dense_bytes - 1) > ANOTHER_SIZE
-
-
 def size_in_words(result: RunResult, ratio_words: Callable[[float], str]) -> str:
     """Describe the size of a checkpoint against the dense model and, if its size differs, against the given files.
 
@@ -61,9 +52,9 @@ def size_in_words(result: RunResult, ratio_words: Callable[[float], str]) -> str
     """
     size = result.size
     dense = ratio_words(size.dense_bytes / size.checkpoint_bytes)
-    if size.source_bytes is None or not source_differs(size):
+    if size.other_source_bytes is None:
         return dense
-    source = ratio_words(size.source_bytes / size.checkpoint_bytes)
+    source = ratio_words(size.other_source_bytes / size.checkpoint_bytes)
     return f"{source} than the given file, {dense} than in {storage_bits(result)} bits"
 
 
@@ -78,7 +69,7 @@ def x_smaller(ratio: float) -> str:
 
 
 def headline(result: RunResult) -> str:
-    """Return the verdict in one sentence: size, speed if it was measured, and the loss on the first text."""
+    """Return the verdict in one sentence: size, speed if it was measured, and the most severe outcome of the texts."""
     parts = [size_in_words(result, times_smaller)]
     rate = faster(result)
     if rate is not None:

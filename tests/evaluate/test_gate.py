@@ -70,3 +70,6 @@ def test_the_exit_code_of_an_evaluation(recipe, pico, texts, tmp_path):
     common = ["--suite", suite, "--text", texts["test"], "--work", tmp_path / "work"]
     done = CliRunner().invoke(main, list(map(str, ["eval", pico, tmp_path / "out", *common])))
     assert done.exit_code == 3 and "is above fail_if kl" in done.stderr and "compared with" in done.stdout
+    compared = ["compare", tmp_path / "out", "--base", pico, *common]
+    done = CliRunner().invoke(main, list(map(str, compared)))
+    assert done.exit_code == 3 and "is above fail_if kl" in done.stderr and "smaller" in done.stdout

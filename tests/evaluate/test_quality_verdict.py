@@ -48,8 +48,8 @@ def text(loss, stderr, windows=16, kl=None, kl_stderr=0.0, agreement=0.99):
         ("no visible loss", {"loss": 0.001, "stderr": 0.0002, "kl": 0.001, "kl_stderr": 1e-4}),  # real, but tiny
         ("undecided", {"loss": 0.001, "stderr": 0.002}),  # no KL, so equal predictions are not shown
         ("undecided", {"loss": 0.001, "stderr": 0.02, "kl": 0.001, "kl_stderr": 1e-4}),
-        ("different", {"loss": 0.32, "stderr": 0.33, "kl": 1.09, "kl_stderr": 0.08, "agreement": 0.398}),
-        ("different", {"loss": 0.001, "stderr": 0.001, "kl": 0.001, "kl_stderr": 1e-4, "agreement": 0.9}),
+        ("different predictions", {"loss": 0.32, "stderr": 0.33, "kl": 1.09, "kl_stderr": 0.08, "agreement": 0.398}),
+        ("different predictions", {"loss": 0.001, "stderr": 0.001, "kl": 0.001, "kl_stderr": 1e-4, "agreement": 0.9}),
         ("undecided", {"loss": 0.05, "stderr": 0.001, "kl": 0.04, "windows": MIN_WINDOWS - 1}),
         ("undecided", {"loss": 0.05, "stderr": None, "kl": 0.04, "windows": 1}),
     ],

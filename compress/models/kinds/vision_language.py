@@ -182,7 +182,7 @@ class PictureReader:
         return pictured(self.model, Batch({IDS: cut[IDS], **features}))
 
     def _text(self, text: str) -> str:
-        """Return a text with the token of its image: as it is, by the chat template, or behind the token."""
+        """Return a text with the token of its image: as it is, by the chat template, or after the token."""
         token = getattr(self.processor, "image_token", "<image>")
         if token in text:
             return text

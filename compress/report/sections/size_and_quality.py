@@ -11,7 +11,7 @@ from compress.evaluate.result import RunResult
 from compress.report.page.blocks import Bars, Details, PageBlock, TextTable, before_and_after
 from compress.report.page.numbers import data_size, number
 from compress.report.sections.base import MB, Section, table
-from compress.report.verdict import source_differs, storage_bits, x_smaller
+from compress.report.verdict import storage_bits, x_smaller
 
 HEAD = ("", "before", "after", "ratio")
 
@@ -60,10 +60,10 @@ def rows(result: RunResult) -> list[SummaryRow]:
             f"{bits / size.bits_per_weight:.2f}x smaller",
         ),
     ]
-    if size.source_bytes is not None and source_differs(size):
-        ratio = x_smaller(size.source_bytes / size.checkpoint_bytes)
-        given = f"{size.source_bytes / MB:.1f}"
-        summary.insert(1, ("checkpoint against the given file, MB", given, f"{size.checkpoint_bytes / MB:.1f}", ratio))
+    if size.other_source_bytes is not None:
+        ratio = x_smaller(size.other_source_bytes / size.checkpoint_bytes)
+        megabytes = f"{size.other_source_bytes / MB:.1f}", f"{size.checkpoint_bytes / MB:.1f}"
+        summary.insert(1, ("checkpoint against the given file, MB", *megabytes, ratio))
     for key, value in result.evaluations.items():
         if key in EVALUATORS and value is not None:
             summary += EVALUATORS[key]().summary(value)

@@ -21,7 +21,6 @@ from compress.report.verdict import (
     in_words,
     of_result,
     of_tasks,
-    source_differs,
     storage_bits,
 )
 
@@ -52,8 +51,8 @@ def _size(result: RunResult) -> KeyFigure:
     size = result.size
     note = f"{data_size(size.dense_bytes)} → {data_size(size.checkpoint_bytes)}"
     label = "smaller"
-    if size.source_bytes is not None and source_differs(size):
-        note += f"; the given file has {data_size(size.source_bytes)}"
+    if size.other_source_bytes is not None:
+        note += f"; the given file has {data_size(size.other_source_bytes)}"
         label = f"smaller than in {storage_bits(result)} bits"
     smaller = size.dense_bytes / size.checkpoint_bytes
     return KeyFigure(f"{smaller:.2f}×", label, note, "good" if smaller > 1 else "plain")

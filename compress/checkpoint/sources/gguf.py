@@ -1,7 +1,7 @@
 """Read GGUF files as models: convert a file once to a folder of safetensors in the user's cache, and open that folder.
 
 transformers and the `gguf` package of the format's owners read the file. Dequantizing needs the whole model in memory
-and takes half a minute. It therefore runs once, in a process of its own (`checkpoint.sources.child_process`).
+and takes half a minute. It therefore runs once, in a separate process (`checkpoint.sources.child_process`).
 """
 
 from __future__ import annotations

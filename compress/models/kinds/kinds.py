@@ -85,9 +85,7 @@ def examples_of(
         arguments = inspect.signature(model.forward).parameters
         unknown = [name for name in data[0].inputs if name not in arguments]
         if unknown:
-            raise CalibrationError(
-                f"{place}: {described(model)} and takes no {', '.join(unknown)}; give {kind.media} of its own"
-            )
+            raise CalibrationError(f"{place}: {described(model)} and takes no {', '.join(unknown)}; give {kind.media}")
         return data
     if isinstance(data, Mapping):
         examples = kind.of_mapping(model, data, place)

@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, too: no test asks the hub, whic
 
 import gc
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def one_tokenization():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ids_of, "token_stream", token_stream)
         yield
+
+
+@pytest.fixture(autouse=True)
+def base_models(tmp_path_factory, monkeypatch):
+    """Results of base models are shared by the runs of one test only; the folder is made when a run writes it."""
+    folder = tmp_path_factory.getbasetemp() / f"base-models-{time.monotonic_ns()}"
+    monkeypatch.setattr("compress.evaluate.store.BASE_MODELS", str(folder))  # absolute, so not below the cache
 
 
 @pytest.fixture(scope="session")

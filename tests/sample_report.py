@@ -60,6 +60,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
         "checkpoint_sha256": "e3" * 32,
         "kv_cache": {
             "bytes_per_token": {"before": 7680.0, "after": 4080.0},
+            "simulated": True,
             "stated": True,
             "attentions": {},
             "summaries": ["Keys and values are quantized as they enter the cache."],

@@ -115,6 +115,9 @@ def _totals(estimated: Roofline) -> list[str]:
     cache, memory = sides[-1].cache_bytes / 1e9, estimated.device.memory
     fits = " -> ".join(dict.fromkeys("fits" if s.memory_bytes <= memory else "does not fit" for s in sides))
     lines.append(f"memory: weights {weights}, KV cache {cache:.3g} GB; {fits} in {memory / 1e9:.3g} GB")
+    lines += [
+        f"KV cache: {policy} is simulated; the figures are those of an exact cache" for policy in estimated.simulated
+    ]
     return lines
 
 

@@ -66,7 +66,7 @@ class EvaluationContext:
 
     def of_base(self) -> EvaluationContext:
         """Return the context of the base model."""
-        return replace(self, role="base", store=replace(self.store, model=self.store.base))
+        return replace(self, role="base", store=self.store.of_base())
 
     def progress(self, message: str) -> Callable[[int, int], None]:
         """Return a function that reports progress as (number of finished items, number of items)."""

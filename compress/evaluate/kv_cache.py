@@ -40,6 +40,7 @@ class KVCacheResult(Record):
 
     Attributes:
         bytes_per_token: Without and with the policies.
+        simulated: Whether these bytes are those of a program that stores the cache packed: here, it stays in floats.
         stated: Whether config.json tells other programs to apply the policy.
         of: Errors on the probe, by keys or values and the text of the policy.
         attentions: The policy of each attention module, as JSON.
@@ -47,6 +48,7 @@ class KVCacheResult(Record):
     """
 
     bytes_per_token: BytesPerToken
+    simulated: bool
     stated: bool
     of: dict[str, CacheError]
     attentions: dict[str, dict[str, Any]]
@@ -81,6 +83,7 @@ class KVCache(Evaluator):
             run_on(model, context.probe.to(next(model.parameters()).device))
         return {
             "bytes_per_token": {"before": bytes_before, "after": bytes_after},
+            "simulated": any(policy.simulated for policy in policies.values()),
             "stated": stated_policy(model, policies, context.run.format) is not None,
             "of": {
                 text: {"attentions": len(e), "mean_error": sum(e) / len(e), "largest_error": max(e)}
@@ -92,11 +95,5 @@ class KVCache(Evaluator):
 
     def summary(self, result: KVCacheResult) -> list[SummaryRow]:
         bytes_before, bytes_after = result.bytes_per_token.before, result.bytes_per_token.after
-        return [
-            (
-                "KV cache, bytes per token",
-                f"{bytes_before:g}",
-                f"{bytes_after:g}",
-                f"{bytes_before / bytes_after:.2f}x smaller",
-            )
-        ]
+        ratio = f"{bytes_before / bytes_after:.2f}x smaller" + (", simulated" if result.simulated else "")
+        return [("KV cache, bytes per token", f"{bytes_before:g}", f"{bytes_after:g}", ratio)]

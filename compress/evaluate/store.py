@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from compress.passes.contract.processes import ALONE, Processes
 
 T = TypeVar("T")
+
+BASE_MODELS = "compress/base-models"
+"""The folder of the results of base models, in the user's cache of models."""
+LARGEST_CACHE = (
+    4_000_000_000  # bytes of results of base models; above it, those that are unused for longest are deleted
+)
+DAY = 86400.0  # seconds in which results that were used are not deleted: another process may be reading them
 
 
 @dataclass(frozen=True)
@@ -23,12 +33,22 @@ class Store:
         model: Digest of the measured model.
         base: Digest of the base model, which the results depend on.
         processes: Of the launcher; each process writes its own file.
+        shared: Folder for the results of the base model, which several runs share; None: in `folder`.
     """
 
     folder: Path | None = None
     model: str = ""
     base: str = ""
     processes: Processes = ALONE
+    shared: Path | None = None
+
+    def of_base(self) -> Store:
+        """Return the store of the base model."""
+        return replace(self, folder=self.shared or self.folder, model=self.base)
+
+    def has_base_results(self) -> bool:
+        """Return whether an earlier run has stored results of the base model."""
+        return self.shared is not None and any((self.shared / self.base[:16]).glob("*/*.jsonl"))
 
     def results(self, kind: str) -> Results:
         """Open the results of one kind of measurement of this model."""
@@ -37,7 +57,8 @@ class Store:
 
     def base_folder(self, name: str) -> Path | None:
         """Return a folder for what all variants need of the base model."""
-        return None if self.folder is None else self.folder / self.base[:16] / name
+        folder = self.of_base().folder
+        return None if folder is None else folder / self.base[:16] / name
 
 
 class Results:
@@ -68,8 +89,9 @@ class Results:
         new_values = dict(values)
         self._values |= new_values
         if self._file is not None and new_values:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps([key, value]) + "\n" for key, value in new_values.items()))
+            lines = "".join(json.dumps([key, value]) + "\n" for key, value in new_values.items())
+            with self._file.open("ab", buffering=0) as file:  # in one write: another run may append to this file
+                file.write(lines.encode())
 
     def fill(self, items: Sequence[T], key: Callable[[T], str], compute: Callable[[list[T]], None]) -> list[Any]:
         """Return the values of items; each process computes a share of the missing ones.
@@ -93,6 +115,44 @@ class Results:
 def digest_of(*parts: Any) -> str:
     """Compute a digest of plain values, for keys and names of folders."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def shared_results(base: str) -> Path | None:
+    """Return the folder in the user's cache for the results of base models; None if it cannot be written.
+
+    Args:
+        base: Digest of the base model that is used now.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    folder = Path(HF_HOME) / BASE_MODELS
+    try:
+        (folder / base[:16]).mkdir(parents=True, exist_ok=True)
+        os.utime(folder / base[:16])
+        delete_unused(folder, LARGEST_CACHE)
+    except OSError:
+        return None
+    return folder
+
+
+def delete_unused(folder: Path, largest: int) -> None:
+    """Delete the results of the models that are unused for longest, until at most `largest` bytes are left.
+
+    Results that were used in the last `DAY` stay.
+
+    Raises:
+        OSError: if the folder cannot be read or changed.
+    """
+    models = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    sizes = [sum(path.stat().st_size for path in model.rglob("*") if path.is_file()) for model in models]
+    excess = sum(sizes) - largest
+    for model, size in zip(models, sizes, strict=True):
+        if excess <= 0 or time.time() - model.stat().st_mtime < DAY:
+            return
+        removed = model.with_name(f"{model.name}.removed")  # at once: results point to files beside them
+        model.rename(removed)
+        shutil.rmtree(removed)
+        excess -= size
 
 
 def _lines(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -23,7 +25,7 @@ from compress.evaluate.base import EvaluationContext
 from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
 from compress.evaluate.gate import quality_error
 from compress.evaluate.result import Predicted, Verification
-from compress.evaluate.store import Store, digest_of
+from compress.evaluate.store import Store, digest_of, shared_results
 from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal
@@ -32,7 +34,7 @@ from compress.pipeline.evaluation import measure
 from compress.pipeline.output import WORK
 from compress.pipeline.plan import final_plan, update_plan
 from compress.pipeline.prepare import Job
-from compress.pipeline.provenance import RECIPE_FILE
+from compress.pipeline.provenance import RECIPE_FILE, package_sha256
 from compress.pipeline.sources import open_source
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
@@ -101,6 +103,9 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     opened, planned = final_plan(job.resolved, job.planned, folder)
     evaluated, measured = evaluation_context(job), Evaluations()
     if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
+        if evaluated.store.has_base_results():
+            note = "results of the base model that an earlier run stored are used for the same texts and settings"
+            run.journal.add("note", "evaluate", note)
         with open_source(recipe.model, recipe, opened) as original:
             measured.measure(job, original, evaluated.of_base())
     with run.phase("verify"):
@@ -161,12 +166,16 @@ def evaluation_context(job: Job) -> EvaluationContext:
     """The texts, settings and kept results of an evaluation. Results depend on the bytes of the checkpoint."""
     settings, fit = job.recipe.eval or Evaluate(), job.planned.fit
     assert fit is not None
-    digests = sorted(entry.sha256 for entry in job.manifest.shards.values())
+    dtype, device = dtype_name(job.opened.dtype), job.opened.device
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    versions = package_sha256(ignored=("cli", "report", "testing")), torch.__version__, transformers.__version__
+    base = digest_of(job.opened.fingerprint, dtype, device.type, processor, versions)
     store = Store(
         job.manifest.folder / WORK / "evaluation",
-        digest_of(digests, dtype_name(job.opened.dtype)),
-        digest_of(job.opened.fingerprint, dtype_name(job.opened.dtype)),
+        digest_of(sorted(entry.sha256 for entry in job.manifest.shards.values()), dtype),
+        base,
         job.run.processes,
+        shared=None if job.recipe.eval is None else shared_results(base),
     )
     return EvaluationContext(
         job.run,

@@ -68,12 +68,12 @@ def source_sha256(kind: type[Pass]) -> str:
 
 
 @cache
-def package_sha256(root: Path = Path(__file__).parents[1]) -> str:
-    """The sha256 of the Python files of this package, without those of `WITHOUT_EFFECT`."""
+def package_sha256(root: Path = Path(__file__).parents[1], ignored: tuple[str, ...] = WITHOUT_EFFECT) -> str:
+    """Compute the sha256 of the Python files of this package, except ignored files and folders at its top."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
-        if inside.parts[0] not in WITHOUT_EFFECT:
+        if inside.parts[0] not in ignored:
             digest.update(inside.as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

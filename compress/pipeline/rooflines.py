@@ -25,13 +25,14 @@ from compress.checkpoint.opening import open_model
 from compress.errors import ModelError, RecipeError
 from compress.layers.linear import linears, renew_linear
 from compress.layers.scheme import LayerScheme
+from compress.models.caches.attentions import cache_policies
 from compress.models.computation import inference_dtype
 from compress.models.experts import open_experts
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import described
 from compress.models.reshape.reconfigure import with_blocks
 from compress.models.structure.blocks import has_two_stacks
-from compress.pipeline.model_facts import facts_of
+from compress.pipeline.model_facts import facts_of, planned_policies
 from compress.pipeline.plan import plan_on
 from compress.pipeline.resolve import resolve, schemes_of
 from compress.recipe.schema import Recipe
@@ -71,7 +72,8 @@ class Roofline:
     """The least latencies of a model on a device. after: None if nothing is compressed.
 
     device: 'here' with the figures of the state before. context: tokens of the prompt of each of `batch` sequences; the
-    decoded token follows them.
+    decoded token follows them. simulated: policies of the KV cache that save no memory here; its bytes are those of an
+    exact cache.
     """
 
     device: Device
@@ -79,6 +81,7 @@ class Roofline:
     context: int
     before: Side
     after: Side | None
+    simulated: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -100,9 +103,11 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         form, planned = resolved.form, plan_on(resolved, facts_of(resolved))
         schemes = {p.name: p.scheme for p in planned.layers if not p.scheme.plain}
         stored = {p.name: StoredWeight.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
+        policies = cache_policies(form.model) | planned_policies(resolved)
     else:
         opened = form = open_model(str(subject), codes=True)
         schemes, stored = _stored(opened)
+        policies = cache_policies(opened.model)
     if has_two_stacks(opened.model):
         raise ModelError(f"model: {described(opened.model)}; the roofline is that of a decoder alone")
     check_length(text_config(opened.config), context)
@@ -112,7 +117,10 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         dtype = opened.storage if device is not None else state.dtype
         machine = device or calibrated(state, measured(dtype), batch, context)
         sides.append((machine, _side(state, dtype, machine, batch, context)))
-    return Roofline(sides[0][0], batch, context, sides[0][1], sides[1][1] if sides[1:] else None)
+    simulated = sorted({policy.text for policy in policies.values() if policy.simulated})
+    return Roofline(
+        sides[0][0], batch, context, sides[0][1], sides[1][1] if sides[1:] else None, simulated=tuple(simulated)
+    )
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ def test_a_quantized_cache_by_hand(report):
     sizes = {"before": 768.0, "after": 408.0}
     report["kv_cache"] = {
         "bytes_per_token": sizes,
+        "simulated": True,
         "stated": True,
         "of": of,
         "attentions": {},
@@ -187,6 +188,8 @@ def test_a_quantized_cache_by_hand(report):
     section = rendered("kv_cache", report)
     assert section.splitlines()[-1] == "| keys, int8 per attention | 3 | 0.0100 | 0.0200 |"
     assert "Keys are in half precision. kv_cache_scheme in config.json" in section
+    assert ("KV cache, bytes per token", "768", "408", "1.88x smaller, simulated") in summary(report)
+    report["kv_cache"]["simulated"] = False
     assert ("KV cache, bytes per token", "768", "408", "1.88x smaller") in summary(report)
     report["kv_cache"]["stated"] = False
     assert "Only compress.load applies it" in rendered("kv_cache", report)

@@ -125,6 +125,20 @@ def test_a_recipe_before_its_run_and_its_checkpoint_after_it(recipe, tmp_path):
     assert actual.after.cache_bytes == actual.before.cache_bytes > 0
 
 
+def test_a_simulated_cache_saves_nothing(recipe, tmp_path):
+    requested = recipe(compress.KVCache(keys="int2", values="int2"), save={"format": "native"})
+    folder = compress.run(requested, tmp_path / "out", progress=False).folder
+    for subject in (requested, folder):
+        estimated = roofline(subject, "A6000", context=LENGTH)
+        [policy] = estimated.simulated
+        assert "keys int2" in policy
+        sides = [side for side in (estimated.before, estimated.after) if side is not None]
+        assert len({side.cache_bytes for side in sides}) == 1 and sides[0].cache_bytes > 0
+    run = CliRunner().invoke(cli.main, ["roofline", str(folder), "--on", "A6000", "--context", f"{LENGTH}"])
+    assert "int2" in run.output and "is simulated; the figures are those of an exact cache" in run.output
+    assert roofline(recipe(compress.RTN(group_size=32)), "A6000", context=LENGTH).simulated == ()
+
+
 def test_a_dense_model_has_one_side_and_removed_blocks_cost_nothing(pico, recipe):
     assert roofline(pico, "T4", context=LENGTH).after is None
     shorter = roofline(recipe(compress.DropBlocks(count=1)), "T4", context=LENGTH)

@@ -84,9 +84,11 @@ class CachePolicy(Specification):
 
     Attributes:
         traceable: whether traced steps (`compress.decode`) compute a decode step with this policy.
+        simulated: whether the cache holds rounded floats, so that `token_bytes` is not its size in memory.
     """
 
     traceable: ClassVar[bool] = False
+    simulated: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

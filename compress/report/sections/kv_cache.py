@@ -36,7 +36,8 @@ class KVCacheSection(Section):
             return []
         sizes = cache.bytes_per_token.before, cache.bytes_per_token.after
         names = data_size(sizes[0]), data_size(sizes[1])
-        bars = before_and_after("Cache of one token", f"{sizes[0] / sizes[1]:.2f}× smaller", sizes, names)
+        label = f"{sizes[0] / sizes[1]:.2f}× smaller" + (", simulated" if cache.simulated else "")
+        bars = before_and_after("Cache of one token", label, sizes, names)
         return [Bars([bars]), Prose(_text(cache)), TextTable(HEAD, rows(cache))]
 
 

@@ -8,7 +8,7 @@ cells never increases a divergence of this kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,7 +113,9 @@ def divergence(
     return DIVERGENCES[kind](targets.cells, log_q)
 
 
-def token_weights(text: Float[Tensor, " tokens"], temperature: float, sequences: int = 1) -> Float[Tensor, " tokens"]:
+def token_weights(
+    text: Float[Tensor, " tokens"], temperature: float, lengths: Sequence[int] | None = None
+) -> Float[Tensor, " tokens"]:
     """Return token weights that sum to 1, proportional to exp(c / temperature) in each sequence.
 
     c is the teacher's cross-entropy. A token that the teacher predicts with confidence is learned early and is
@@ -123,9 +125,10 @@ def token_weights(text: Float[Tensor, " tokens"], temperature: float, sequences:
     Args:
         text: as in `SoftTargets`; tokens without a next token have weight 0.
         temperature: of the weights.
-        sequences: number of sequences of equal length.
+        lengths: tokens of each sequence; None for one sequence.
     """
-    return (-text.view(sequences, -1) / temperature).softmax(1).flatten() / sequences
+    sequences = (-text / temperature).split(lengths or [len(text)])
+    return torch.cat([sequence.softmax(0) for sequence in sequences]) / len(sequences)
 
 
 class _Mean(torch.autograd.Function):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -42,6 +42,55 @@ class Objective(Protocol):
             rows: their indices.
         """
         ...
+
+
+@runtime_checkable
+class CountedObjective(Protocol):
+    """An objective whose terms are means over items, such as tokens, of which examples have different numbers.
+
+    The loss of a step is the mean over all items of its examples, however they are divided among forward passes and
+    processes.
+    """
+
+    def counts(self, examples: Any, rows: list[int]) -> tuple[int, ...]:
+        """Return the number of items that each term is a mean over.
+
+        Args:
+            examples: some of the examples of `train`.
+            rows: their indices.
+        """
+        ...
+
+    def __call__(
+        self, model: nn.Module, examples: Any, rows: list[int], weights: Sequence[float] = (1.0, 1.0)
+    ) -> Tensor:
+        """Compute the loss of some examples, with a factor for each term.
+
+        Args:
+            model: the model in training.
+            examples: some of the examples of `train`.
+            rows: their indices.
+            weights: factors of the terms.
+        """
+        ...
+
+
+def part_weights(counts: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[tuple[float, ...]]:
+    """Return factors with which the mean over examples of the losses of parts is the mean over their items.
+
+    Args:
+        counts: items of each part, by term.
+        sizes: examples of each part.
+
+    Returns:
+        The factor of each term of each part; exactly 1 where every example has equally many items.
+    """
+    totals = [sum(terms) for terms in zip(*counts, strict=True)]
+    examples = sum(sizes)
+    return [
+        tuple(count * examples / (size * total) if total else 0.0 for count, total in zip(part, totals, strict=True))
+        for part, size in zip(counts, sizes, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -127,7 +176,7 @@ def check_launcher(
 
 def train(
     student: Student,
-    objective: Objective,
+    objective: Objective | CountedObjective,
     examples: Examples | Int[Tensor, "examples ..."],
     settings: LoopOptions,
     context: TrainingContext,
@@ -164,7 +213,7 @@ class _Trainer:
     def __init__(
         self,
         student: Student,
-        objective: Objective,
+        objective: Objective | CountedObjective,
         examples: Examples | Tensor,
         settings: LoopOptions,
         context: TrainingContext,
@@ -250,12 +299,14 @@ class _Trainer:
         """Run one optimizer step."""
         for group, highest in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = highest * self.rates[step]
-        local = self.order[step][self.rank :: self.divisor].tolist()
+        parts = self.order[step].tolist()
+        weights = self._weights(parts)[self.rank :: self.divisor]  # of the parts of all processes
+        local = parts[self.rank :: self.divisor]
         loss = torch.zeros((), device=self.device)
         for i, rows in enumerate(local):
             sync_context = nullcontext() if i == len(local) - 1 else self.accelerator.no_sync(self.model)
             with self._raise_on_shortage(step), sync_context:
-                part_loss = self._loss(rows) / len(local)
+                part_loss = self._loss(rows, weights[i]) / len(local)
                 self.accelerator.backward(part_loss)
             loss += part_loss.detach()
         for parameter in self.parameters.values():
@@ -299,10 +350,17 @@ class _Trainer:
                 f"{self.context.label}: {step_name} does not fit into the memory of {self.device}; {hint}"
             ) from error
 
-    def _loss(self, rows: list[int]) -> Tensor:
+    def _weights(self, parts: Sequence[list[int]]) -> list[tuple[float, ...]]:
+        """Return the factors of the terms of the loss of each part; without factors if the terms are not counted."""
+        if not isinstance(self.objective, CountedObjective):
+            return [()] * len(parts)
+        counts = [self.objective.counts(self.examples[rows], rows) for rows in parts]
+        return part_weights(counts, [len(rows) for rows in parts])
+
+    def _loss(self, rows: list[int], weights: tuple[float, ...]) -> Tensor:
         bf16 = self.settings.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return self.objective(self.model, self.examples[rows].to(self.device), rows)
+            return self.objective(self.model, self.examples[rows].to(self.device), rows, *[weights] * bool(weights))
 
     def _mean_over_parts(self, loss: Tensor) -> Tensor:
         """Average the loss of held-out examples over processes that have parts of them."""
@@ -317,10 +375,10 @@ class _Trainer:
             self.held_out_rows[i : i + self.settings.batch]
             for i in range(0, len(self.held_out_rows), self.settings.batch)
         ]
+        weighted_parts = zip(parts, self._weights(parts), strict=True)
         with torch.no_grad():
-            held_out_loss = sum(float(self._mean_over_parts(self._loss(rows))) * len(rows) for rows in parts) / len(
-                self.held_out_rows
-            )
+            losses = [float(self._mean_over_parts(self._loss(*part))) * len(part[0]) for part in weighted_parts]
+        held_out_loss = sum(losses) / len(self.held_out_rows)
         if not math.isfinite(held_out_loss):
             self._fail(self.state.step, held_out_loss, math.nan)
         self.state.curve.append({"step": self.state.step, "held_out": held_out_loss})

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.errors import ModelError
-from compress.models.kinds.batch import Examples
+from compress.models.kinds.batch import IGNORED, Examples
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
 from compress.numerics.metrics import DivergenceName, distillation_loss, token_weights
@@ -52,14 +52,31 @@ class LanguageLoss:
     layer_map: Sequence[tuple[int, int]] | None = None
     lm_objective: ModelKind = CAUSAL
 
-    def __call__(self, model: nn.Module, examples: Examples, rows: Sequence[int]) -> Float[Tensor, ""]:
+    def counts(self, examples: Examples, rows: Sequence[int]) -> tuple[int, int]:
+        """Return the items that (the terms of the teacher, the cross-entropy) are means over.
+
+        Args:
+            examples: the sequences.
+            rows: indices of the sequences.
+        """
+        by_token = self.token_scale is None and self.lm_objective.per_token and self.lm_objective.compared != "spans"
+        items = sum(example.places for example in examples) if by_token else len(examples)
+        if not self.ce_weight:
+            return items, 0
+        return items, int((self.lm_objective.targets(examples, rows) != IGNORED).sum())
+
+    def __call__(
+        self, model: nn.Module, examples: Examples, rows: Sequence[int], weights: Sequence[float] = (1.0, 1.0)
+    ) -> Float[Tensor, ""]:
         """Compute the loss of some sequences.
 
         Args:
             model: the model in training.
             examples: the sequences.
             rows: indices of the sequences.
+            weights: factors of (the terms of the teacher, the cross-entropy).
         """
+        teacher_weight, text_weight = weights
         needs_states = self.hidden > 0 or self.cosine > 0
         options = {"output_hidden_states": True} if needs_states else {}
         output = self.lm_objective.read(model, examples, rows, **options)
@@ -68,17 +85,17 @@ class LanguageLoss:
         if needs_states:
             assert isinstance(self.teacher, OnlineTeacher)
             targets, teacher_states = self.teacher.with_states(examples, rows)
-            loss = loss + self._state_loss(output.hidden_states, teacher_states)
+            loss = loss + teacher_weight * self._state_loss(output.hidden_states, teacher_states)
         if self.ce_weight < 1:
             assert self.teacher is not None
             targets = self.teacher(examples, rows) if targets is None else targets
-            loss = loss + (1 - self.ce_weight) * self._distillation_loss(output, targets)
+            loss = loss + (1 - self.ce_weight) * teacher_weight * self._distillation_loss(output, targets, examples)
         if self.ce_weight > 0:
             predicted, tokens = self.lm_objective.answers(output.logits, examples, rows)
-            loss = loss + self.ce_weight * nn.functional.cross_entropy(predicted.float(), tokens)
+            loss = loss + self.ce_weight * text_weight * nn.functional.cross_entropy(predicted.float(), tokens)
         return loss
 
-    def _distillation_loss(self, output: Any, targets: Targets) -> Tensor:
+    def _distillation_loss(self, output: Any, targets: Targets, examples: Examples) -> Tensor:
         """Compute the difference of an output from the teacher's."""
         if isinstance(targets, Features):
             return relative_error(self.lm_objective.values(output), targets.values)
@@ -86,7 +103,8 @@ class LanguageLoss:
         assert logits is not None
         if self.token_scale is not None:
             assert targets.text is not None
-            weights = token_weights(targets.text, self.token_scale, logits.shape[0])
+            lengths = [example.places for example in examples]
+            weights = token_weights(targets.text, self.token_scale, lengths)
         return distillation_loss(self.divergence, logits.flatten(0, 1), targets, self.temperature, weights)
 
     def _state_loss(self, states: Sequence[Tensor], teacher_states: Sequence[Tensor]) -> Tensor:

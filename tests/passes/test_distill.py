@@ -300,7 +300,7 @@ def test_a_token_of_which_the_teacher_is_certain_has_a_weight():
 
 def test_the_weights_of_each_sequence_are_those_that_it_has_alone():
     text = torch.tensor([[-2.0, -4.0, math.inf], [-1.0, -9.0, math.inf]])
-    found = token_weights(text.flatten(), 2.0, 2).view(2, 3)
+    found = token_weights(text.flatten(), 2.0, [3, 3]).view(2, 3)
     torch.testing.assert_close(found, torch.stack([token_weights(each, 2.0) / 2 for each in text]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from compress.passes.contract.journal import Journal, JournalEntry
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.passes import BlockPass, works_on
 from compress.passes.contract.processes import Processes
-from compress.train.loop import TrainingContext, train
+from compress.train.loop import TrainingContext, part_weights, train
 from compress.train.options import Share, TrainingOptions
 from compress.train.parametrization import Parametrize, masked
 from compress.train.student import UNTRAINED_SCALES, trainable
@@ -87,6 +88,38 @@ def add_gradients(parameters: Sequence[Tensor], processes: Processes) -> None:
         parameter.grad = gradient if owner_count else None
 
 
+@dataclass(frozen=True, eq=False)
+class BlockLoss:
+    """The relative squared error of a block's output, the mean over all tokens of some calibration batches.
+
+    Attributes:
+        inputs: the calibration batches.
+        targets: outputs that the block should give.
+        energies: of `block_energies`.
+        sizes: elements of the target of each batch.
+    """
+
+    inputs: BlockInputs
+    targets: Targets
+    energies: Sequence[Tensor | None]
+    sizes: Sequence[int]
+
+    def counts(self, examples: Tensor, rows: list[int]) -> tuple[int, ...]:
+        """Return the elements of the targets of some batches, by their numbers."""
+        return (sum(self.sizes[batch] for batch in rows),)
+
+    def __call__(
+        self, model: nn.Module, examples: Tensor, rows: list[int], weights: Sequence[float] = (1.0,)
+    ) -> Tensor:
+        """Compute the loss of some batches, by their numbers."""
+        shares = part_weights([self.counts(examples, [batch]) for batch in rows], [1] * len(rows))
+        losses = [
+            share * relative_square(self.inputs.forward(model, batch), self.targets(batch), self.energies[batch])
+            for batch, (share,) in zip(rows, shares, strict=True)
+        ]
+        return weights[0] * torch.stack(losses).mean()
+
+
 class ReconstructionPass(TrainingOptions, BlockPass):
     """A pass that trains a block to give the output that it should."""
 
@@ -113,11 +146,8 @@ class ReconstructionPass(TrainingOptions, BlockPass):
             if entry.kind == "progress":
                 log(entry.kind, entry.message, **entry.figures)
 
-        energies = block_energies(inputs, targets)
-
-        def objective(model: nn.Module, examples: Tensor, rows: list[int]) -> Tensor:
-            losses = [relative_square(inputs.forward(model, i), targets(i), energies[i]) for i in rows]
-            return torch.stack(losses).mean()
+        sizes = [targets(batch).numel() for batch in range(inputs.batches)]
+        objective = BlockLoss(inputs, targets, block_energies(inputs, targets), sizes)
 
         def takes(name: str) -> bool:
             return works_on(self, f"{inputs.name}.{name}")

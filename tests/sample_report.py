@@ -52,6 +52,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
             "storage_dtype": "bfloat16",
             "device": "cpu",
             "threads": 2,
+            "kernels": "generic",
             "python": "3.11.2",
             "platform": "Linux",
             "packages": {"torch": "2.0", "gguf": None},

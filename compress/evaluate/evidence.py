@@ -16,6 +16,7 @@ from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
 from compress.checkpoint.opened import OpenModel
 from compress.data.ids import TextUse
 from compress.evaluate.result import Predicted, Reproduction, RunResult, Sizes, Verification
+from compress.native.library import instruction_set
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
 from compress.recipe.schema import Recipe
@@ -141,6 +142,7 @@ def reproduction(
         storage_dtype=dtype_name(run.storage),
         device=str(opened.device),
         threads=torch.get_num_threads(),
+        kernels=instruction_set(),
         python=platform.python_version(),
         platform=platform.platform(),
         packages={name: _version(name) for name in PACKAGES},

@@ -199,6 +199,7 @@ class Reproduction(Record):
         storage_dtype: Dtype of stored tensors.
         device: Device of computation.
         threads: Number of threads of torch.
+        kernels: Instruction set of the kernels on the CPU; 'none' without them.
         python: Version of Python.
         platform: Operating system and processor.
         packages: Version of each package; None if it is not installed.
@@ -213,6 +214,7 @@ class Reproduction(Record):
     storage_dtype: str
     device: str
     threads: int
+    kernels: str
     python: str
     platform: str
     packages: dict[str, str | None]

@@ -76,11 +76,24 @@ def card(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, 
         "with the computed model before this card was written; the figures below are those of the stored checkpoint.",
         f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
         f"## Use\n\n{_use(report, facts)}",
-        f"## Recipe\n\n`compress run recipe.yaml` makes the same checkpoint again:\n\n```yaml\n{recipe}```",
+        f"## Recipe\n\n`compress run recipe.yaml` makes this checkpoint again. {_conditions(report)}\n\n"
+        f"```yaml\n{recipe}```",
         f"`report.md` has the errors of all layers, times, memory and versions. Digest of the checkpoint: "
         f"`{report.checkpoint_sha256}`.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _conditions(report: RunResult) -> str:
+    """What has to be equal for equal bytes."""
+    reproduce = report.reproduce
+    versions = {"compress": report.compress, **reproduce.packages}
+    packages = [f"{name} {versions[name]}" for name in ("compress", "torch", "transformers") if versions.get(name)]
+    return (
+        f"The bytes are the same with the same packages ({', '.join(packages)}), device (`{reproduce.device}`), "
+        f"threads ({reproduce.threads}), kernels ({reproduce.kernels}) and kind of processor. Elsewhere, sums are "
+        "computed in another order, so single codes may differ."
+    )
 
 
 def _metadata(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACP
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
 """Of logits, relative to the largest: kernels add up products of 16 bits in another order."""
 OF_BFLOAT16 = 2e-2  # 4-bit floats of compressed-tensors: it dequantizes in bfloat16
-OF_INPUTS = 5e-2  # int8 inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
+OF_INPUTS = 5e-2  # quantized inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
@@ -139,14 +139,13 @@ def _of_others() -> Iterator[Case]:
         "int8-32-sym",
         "int4-channel-asym",
         "gptq-int4-32-sym",
-        "FP8_BLOCK",
         "NVFP4A16",
         "MXFP4A16",
     ):
         limit = OF_BFLOAT16 if "FP4" in kind else None
         wide = kind in ("int4-32-asym", "gptq-int4-32-sym")
         yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), limit, "llmcompressor", wide)
-    for kind in ("W8A8", "FP8", "FP8_DYNAMIC"):
+    for kind in ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"):
         yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), OF_INPUTS, "llmcompressor")
     for kind in (
         "int4-32-sym-plain",

@@ -44,6 +44,9 @@ def test_a_run_writes_its_card(finished):
     assert "base_model" not in front(text)  # a local folder is no model of the hub
     quality = report.evaluations["perplexity"][0]
     assert f"| {quality.base.perplexity:.2f} | {quality.compressed.perplexity:.2f} |" in text
+    used = report.reproduce
+    for condition in (f"torch {used.packages['torch']}", f"threads ({used.threads})", f"kernels ({used.kernels})"):
+        assert condition in " ".join(text.split())  # what the bytes depend on
     assert compress.Recipe.from_text(text.split("```yaml\n")[1].split("```")[0]).passes
     assert "README.md" not in report.files and not list(finished.glob("*.part"))
 

@@ -47,6 +47,7 @@ REPORT = {
         "storage_dtype": "bfloat16",
         "device": "cpu",
         "threads": 2,
+        "kernels": "generic",
         "python": "3.11",
         "platform": "p",
         "packages": {"torch": "2.0", "gguf": None},

@@ -66,7 +66,7 @@ def rows(result: RunResult) -> list[tuple[str, str]]:
         ("calibration sha256", reproduce.calibration_sha256),
         *((f"{text.part} text", described(text)) for text in reproduce.texts),
         ("computed in, stored in", f"{reproduce.compute_dtype}, {reproduce.storage_dtype}"),
-        ("device, threads", f"{reproduce.device}, {reproduce.threads}"),
+        ("device, threads, kernels", f"{reproduce.device}, {reproduce.threads}, {reproduce.kernels}"),
         ("python, platform", f"{reproduce.python}, {reproduce.platform}"),
     ]
     rows += [(f"source of {key}, sha256", digest) for key, digest in reproduce.code.items()]

@@ -13,7 +13,7 @@ from compress.passes.contract.memory import STORE_BYTES, copies_limit
 from compress.passes.contract.passes import LayerPass, ModelPass, Step
 from compress.pipeline.footprint import EVALUATION, MB, Footprint, Need
 from compress.pipeline.readers import OWN, not_asked
-from compress.recipe.schema import Recipe
+from compress.pipeline.resolve import ResolvedRecipe
 
 LIBRARIES_BYTES = 600 * 10**6  # torch, transformers and what they import, with what the allocator keeps of freed memory
 SMALLEST_STORE = 1 << 24
@@ -107,10 +107,10 @@ def separate_large_tensors() -> None:
             mallopt(MMAP_THRESHOLD, SEPARATE_BYTES)
 
 
-def check_verification(recipe: Recipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:
+def check_verification(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:
     """Raise ShortageError if transformers, which reads the checkpoint back whole, needs more than a limit."""
     needed, free_bytes = dense_bytes + checkpoint_bytes, max(0, limit_bytes)
-    if not_asked(recipe) is None and needed > limit_bytes:
+    if not_asked(resolved.recipe, resolved.form.config) is None and needed > limit_bytes:
         raise ShortageError(
             f"memory: verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "
             f"checkpoint {checkpoint_bytes / MB:.0f} MB), {free_bytes / MB:.0f} MB are left; {OWN}"

@@ -178,7 +178,7 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
     """The plan with its memory. Raises ShortageError where it exceeds a limit."""
     opened = footprint.opened
     wider = max(1, opened.dtype.itemsize // footprint.resolved.storage.itemsize)
-    reading = footprint.recipe, planned.dense_bytes * wider, planned.checkpoint_bytes
+    reading = footprint.resolved, planned.dense_bytes * wider, planned.checkpoint_bytes
     if memory_bytes is not None:
         fit = fitted(footprint, memory_bytes)
         check_verification(*reading, memory_bytes - LIBRARIES_BYTES)

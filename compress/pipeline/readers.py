@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.formats.base import StoredLayer
@@ -23,11 +23,13 @@ from compress.recipe.schema import Recipe
 OWN = "save: {verify: own} checks it with compress.load alone"
 
 
-def not_asked(recipe: Recipe) -> str | None:
-    """Why transformers is not asked to load a checkpoint of the recipe, or None."""
+def not_asked(recipe: Recipe, config: PretrainedConfig) -> str | None:
+    """Return why transformers is not asked to load a checkpoint of the recipe, or None; config: of the model."""
     if reason := recipe.save.target().unverified:
         return reason
-    return "the recipe says verify: own" if recipe.save.verify == "own" else None
+    if recipe.save.verify == "own":
+        return "the recipe says verify: own"
+    return recipe.save.target().misread(config)
 
 
 def unreadable(
@@ -48,7 +50,8 @@ def unreadable(
     for name, module in linears(model).items():
         layer = CompressedLinear.of(module)
         scheme = schemes.get(name, LayerScheme(layer.shape))
-        layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight))
+        own_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight, own_forward))
     return recipe.save.target().unreadable(layers, dtype)
 
 
@@ -80,8 +83,8 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
 def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
     """Raise TargetError when it is known before the run that transformers cannot load the checkpoint."""
     recipe, form, format_ = resolved.recipe, resolved.form, resolved.format
-    if not_asked(recipe) is not None:
-        return ()
+    if (reason := not_asked(recipe, form.config)) is not None:
+        return (f"save: not verified with transformers: {reason}",) if reason == format_.misread(form.config) else ()
     schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
     policies = cache_policies(form.model) | planned_policies(resolved)
     stated = stated_policy(form.model, policies, format_) is not None

@@ -11,15 +11,13 @@ reloaded one is measured to be, and at most twice as far from each other (`_roun
 from __future__ import annotations
 
 import gc
-import io
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,6 +33,7 @@ from compress.models.caches.attentions import cache_digests, cache_policies, cop
 from compress.models.experts import open_experts
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
+from compress.models.quiet import quiet_transformers
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
 from compress.passes.contract.memory import available_bytes
@@ -89,7 +88,7 @@ def verify(
     effect = _rounding_effect(model, batch, logits)
     difference = _compare("compress.load", logits, reference["logits"], folder, TOLERANCE, effect)
     format_ = recipe.save.target()
-    skipped = not_asked(recipe)
+    skipped = not_asked(recipe, model.config)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), difference, None, skipped), model
@@ -97,8 +96,9 @@ def verify(
     stated = stated_policy(model, cache_policies(model), format_) is not None
     reason = unreadable(recipe, model, schemes, dtype, stated) or _no_memory(model, dtype, folder, run.device)
     if reason is not None:
-        again = "the checkpoint is complete, so the next run with this option computes nothing again"
-        raise VerificationError(f"{folder}: transformers cannot verify the checkpoint: {reason}; {OWN}; {again}")
+        raise VerificationError(
+            f"{folder}: transformers cannot verify the checkpoint: {reason}{_without_transformers()}"
+        )
     layers = _compressed_layers(model)
     kinds = {format_.reads_in(layer.scheme, dtype, layer.all_parts[0].dtype) for layer in layers} - {dtype}
     if kinds:
@@ -244,21 +244,16 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
 def _transformers_model(
     model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, format_: Format
 ) -> nn.Module:
-    """Load the checkpoint with transformers, without logging or progress bars."""
-    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    """Load the checkpoint with transformers."""
+    options: dict[str, Any] = {} if format_.file is None else {"gguf_file": format_.file}
+    options |= {"dtype": dtype, "trust_remote_code": remote}
     try:
-        with redirect_stderr(io.StringIO()):  # compressed-tensors shows its own progress bars
-            options: dict[str, Any] = {} if format_.file is None else {"gguf_file": format_.file}
-            options |= {"dtype": dtype, "trust_remote_code": remote}
+        with quiet_transformers():
             return call_foreign(model_class.from_pretrained, folder, **options).eval()
     except CannotRun as error:
-        raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error.cause}") from error
-    finally:
-        transformers.logging.set_verbosity(level)
-        if bars:
-            transformers.logging.enable_progress_bar()
+        raise VerificationError(
+            f"{folder}: transformers cannot load the checkpoint: {error.cause}{_without_transformers()}"
+        ) from error
 
 
 def _compare(reader: str, logits: Tensor, reference: Tensor, folder: Path, tolerance: float, effect: float) -> float:
@@ -271,10 +266,16 @@ def _compare(reader: str, logits: Tensor, reference: Tensor, folder: Path, toler
     difference = float((logits - expected).abs().max())
     if not difference <= tolerance * max(float(expected.abs().max()), 1.0) + 2 * effect:
         raise VerificationError(
-            f"{folder}: reloaded by {reader}, the model's outputs differ by up to {difference:.3g} "
-            "from the computed ones"
+            f"{folder}: reloaded by {reader}, the model's outputs differ by up to {difference:.3g} from the computed "
+            f"ones{_without_transformers(reader)}"
         )
     return difference
+
+
+def _without_transformers(reader: str = "transformers") -> str:
+    """What to do with a checkpoint that compress.load reads right; empty if it does not."""
+    again = "the checkpoint is complete, so the next run with this option computes nothing again"
+    return f"; {OWN}; {again}" if reader == "transformers" else ""
 
 
 def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path, format_: Format) -> None:
@@ -284,4 +285,6 @@ def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, fo
     kinds = (format_.reads_in(ours.scheme, dtype, stored), stored)
     weights = (ours.weight_as(kind).to(theirs.weight.device, dtype) for kind in dict.fromkeys(kinds))
     if not any(torch.equal(theirs.weight, weight) for weight in weights):
-        raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")
+        raise VerificationError(
+            f"{folder}: transformers reads another weight for {name} than was computed{_without_transformers()}"
+        )

@@ -11,7 +11,9 @@ from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACP
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
 """Of logits, relative to the largest: kernels add up products of 16 bits in another order."""
 OF_BFLOAT16 = 2e-2  # 4-bit floats of compressed-tensors: it dequantizes in bfloat16
-OF_INPUTS = 5e-2  # quantized inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
+OF_INPUTS = (
+    5e-2  # quantized inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
+)
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -217,3 +218,20 @@ def test_a_plan_of_a_path_is_that_of_its_recipe(recipe, tmp_path):
     asked = recipe(RTN())
     (tmp_path / "a.yaml").write_text(asked.to_yaml(), encoding="utf-8")
     assert plan(tmp_path / "a.yaml").to_json() == plan(str(tmp_path / "a.yaml")).to_json() == plan(asked).to_json()
+
+
+def test_linears_with_a_forward_pass_of_their_own_are_refused_by_the_plan(tiny_folder, tmp_path):
+    ids = np.arange(32).reshape(2, 16)
+    np.save(tmp_path / "ids.npy", ids)
+    asked = compress.Recipe(
+        model=tiny_folder("falcon"),
+        passes=[compress.RTN(weights="int4", group_size=32)],
+        calibration={"source": str(tmp_path / "ids.npy"), "sequences": 2, "length": 16},
+        save={"format": "compressed-tensors"},
+        eval=None,
+    )
+    with pytest.raises(TargetError, match="compute in a way of their own") as refused:
+        compress.plan(asked)
+    assert "verify: own" in str(refused.value)
+    own = asked.model_copy(update={"save": compress.Save(format="compressed-tensors", verify="own")})
+    assert compress.run(own, tmp_path / "out", progress=False).report["verified"]["own"] < 1e-3

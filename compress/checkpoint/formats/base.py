@@ -94,12 +94,14 @@ class StoredLayer:
     """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
 
     needs_weight: whether transformers fails to load the model if this linear has no tensor `weight`.
+    own_forward: whether its class computes in a way of its own, from `weight`.
     """
 
     scheme: LayerScheme
     transposed: bool
     expert: bool
     needs_weight: bool = False
+    own_forward: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,14 @@ class Format(ABC):
     def unverified(self) -> str | None:
         """Why a run does not reload its checkpoint with transformers; None if it does."""
         return None if self.readers else f"format {self.name} is read by compress.load only"
+
+    def misread(self, config: PretrainedConfig) -> str | None:
+        """Return why transformers makes another model of a correct checkpoint; None if nothing is known.
+
+        Args:
+            config: configuration of the model.
+        """
+        return None
 
     def configured(self, embedding: str, head: str) -> Format:
         """The format with the options of `save` of these names. Raises ValueError for options that it does not have."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
 from compress.checkpoint.blocks.block import BlockType
@@ -39,6 +40,7 @@ from compress.checkpoint.formats.gguf_files.architecture import (
     architectures,
     rope_factors,
 )
+from compress.checkpoint.formats.gguf_files.reading import misread
 from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
 from compress.errors import did_you_mean
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
@@ -136,6 +138,10 @@ class GGUF(Format):
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
         return layers_of(config)
+
+    def misread(self, config: PretrainedConfig) -> str | None:
+        architecture = architecture_of(config)
+        return None if architecture is None else misread(architecture, config)
 
     # The whole model
 

@@ -7,11 +7,21 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import compress
 from compress import GPTQ, RTN, KVCache
 from compress.checkpoint.containers.gguf import FILE, Entry, arranged, entry_of, open_gguf, packed_index, rearranged
+from compress.checkpoint.formats.gguf_files.architecture import architecture_of
 from compress.checkpoint.sources.limits import stored_bytes
 from compress.errors import ModelError, RecipeError, SaveError, TargetError
 from compress.layers.linear import CompressedLinear
@@ -126,20 +136,21 @@ def test_a_run_that_was_killed_ends_with_the_same_file(recipe, stop, tmp_path):
 FAMILIES = {"llama": {}, "llama-llama3-rope": {}, "qwen2": {}, "qwen3": {}, "mistral": {}, "gemma3_text": {}}
 
 
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+}
+
+
 def family(name, config):
     """A configuration of a family with pico's sizes."""
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-
-    sizes = {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 128,
-    }
+    sizes = SIZES
     rope = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -300,3 +311,91 @@ def test_its_bytes_count_where_a_configuration_is_limited_by_the_files(tmp_path)
     (tmp_path / "model.gguf").write_bytes(bytes(7))
     (tmp_path / "config.json").write_text("{}")
     assert stored_bytes(tmp_path) == 7
+
+
+def variant(name):
+    """Small configurations that transformers does not read completely from a GGUF file, and some that it reads."""
+    sizes = SIZES
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    kinds = {
+        "llama": lambda: LlamaConfig(**sizes),
+        "llama3 rope": lambda: family("llama-llama3-rope", None),
+        "linear rope": lambda: LlamaConfig(**sizes, rope_parameters=scaled),
+        "biases": lambda: LlamaConfig(**sizes, attention_bias=True),
+        "another theta": lambda: LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        "qwen2, linear rope": lambda: Qwen2Config(
+            **{k: v for k, v in sizes.items() if k != "head_dim"}, rope_parameters=scaled
+        ),
+        "qwen3, heads of 32": lambda: Qwen3Config(**sizes),
+        "gemma": lambda: GemmaConfig(**{**sizes, "head_dim": 256}),
+    }
+    return kinds[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "unread"),
+    [
+        ("llama", None),
+        ("another theta", None),
+        ("llama3 rope", "rope_parameters of type llama3"),
+        ("linear rope", "rope_parameters of type linear"),
+        ("qwen2, linear rope", "rope_parameters of type linear"),
+        ("biases", "attention_bias True"),
+        ("qwen3, heads of 32", "head_dim 32"),
+        ("gemma", "does not read a gemma file"),
+    ],
+)
+def test_a_gap_of_the_reader_in_transformers_is_a_note_of_the_plan(name, unread, pico, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(variant(name)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(pico).save_pretrained(tmp_path / "model")
+    asked = compress.Recipe(
+        model=str(tmp_path / "model"),
+        passes=[RTN(weights="int4", **GROUPS)],
+        calibration={"sequences": 2, "length": 32},
+        save={"format": "gguf"},
+        eval=None,
+    )
+    notes = [note for note in compress.plan(asked).notes if "not verified with transformers" in note]
+    report = compress.run(asked, tmp_path / "out", progress=False).report
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert report["verified"]["own"] < 1e-3
+    if unread is None:
+        assert notes == [] and report["verified"]["transformers"] is not None and "With transformers" in card
+        return
+    [note] = notes
+    assert unread in note and unread in report["verified"]["skipped"] and "With transformers" not in card
+    if name in ("gemma", "qwen3, heads of 32"):  # of which it cannot make a model at all
+        with pytest.raises((ValueError, RuntimeError)):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=FILE)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=FILE, dtype=torch.float32).eval()
+    ids = torch.randint(1024, (1, 24))
+    ours = compress.load(tmp_path / "out")[0](ids).logits
+    assert not torch.allclose(theirs(ids).logits, ours, atol=0.05)  # a version that reads it makes this note untrue
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda sizes: Qwen3Config(**sizes, attention_bias=True), "attention_bias: its linears have biases"),
+        (lambda sizes: GemmaConfig(**sizes, attention_bias=True), "attention_bias: its linears have biases"),
+        (
+            lambda sizes: Gemma3TextConfig(
+                **{**sizes, "num_hidden_layers": 6},
+                query_pre_attn_scalar=32,
+                rope_parameters={
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                },
+            ),
+            "local rotary embedding is 5000, but llama.cpp computes 10000",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(config, message):
+    config = config(SIZES)
+    assert message in architecture_of(config).refuses(config)

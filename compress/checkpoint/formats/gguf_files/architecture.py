@@ -22,6 +22,9 @@ from transformers import PretrainedConfig
 ROTATED = ("q_proj", "k_proj")
 """Modules whose rows are rotated by the position."""
 WINDOW = "sliding_attention"
+BIASES = ("attention_bias", "mlp_bias")
+LOCAL_THETA = 10000.0
+"""Base of the rotary embedding of blocks with a sliding window in llama.cpp."""
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -31,6 +34,7 @@ class Architecture:
 
     name: str
     activation: str
+    biases: bool = False
     rotary_pairs: bool = False
     norm_shift: float = 0
     period: int | None = None
@@ -42,6 +46,13 @@ class Architecture:
             return f"its activation is {act}, but llama.cpp computes {self.activation}"
         if rope_of(config).get("rope_type", "default") not in ROPE_TYPES:
             return f"its rotary embedding is of the type {rope_of(config)['rope_type']!r}, not {', '.join(ROPE_TYPES)}"
+        biased = next((key for key in BIASES if getattr(config, key, False)), None)
+        if biased is not None and not self.biases:
+            return f"{biased}: its linears have biases, which llama.cpp does not have for {self.name}"
+        local = (getattr(config, "rope_parameters", None) or {}).get(WINDOW)
+        if local is not None and local.get("rope_theta", LOCAL_THETA) != LOCAL_THETA:
+            theta = f"{local['rope_theta']:g}"
+            return f"the base of its local rotary embedding is {theta}, but llama.cpp computes {LOCAL_THETA:g}"
         scalar = getattr(config, "query_pre_attn_scalar", None)
         if scalar is not None and scalar != head_dim(config):
             return f"its queries are scaled by {scalar}, but llama.cpp scales them by the head size {head_dim(config)}"

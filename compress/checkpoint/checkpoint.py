@@ -24,7 +24,7 @@ from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narr
 from compress.checkpoint.layers import StoredLayers, check_finite
 from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.hub import folder_of
+from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import lacking, match
 from compress.checkpoint.sources.skeleton import empty_model, read_config
@@ -123,6 +123,8 @@ class Checkpoint:
                 raise ModelError(f"model: no folder {folder}")
         else:
             folder = checkpoint_of(str(source)) if codes else folder_of(str(source))
+            if trust_remote_code:
+                fetch_code(str(source))
         return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference)
 
     @classmethod

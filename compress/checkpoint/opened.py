@@ -102,7 +102,7 @@ class OpenModel:
         source: name of the model in the recipe.
         fingerprint: a digest of configuration and weights.
         dtype: dtype of computation.
-        processor: texts of `PROCESSOR_FILES` and of the files of sentence-transformers, by relative path.
+        side_files: texts of files that are copied to the checkpoint, by relative path (`read_side_files`).
         narrow: 16-bit dtype that holds the weights of the source; None: it needs wider ones, or is unknown.
         widened_from: dtype of the checkpoint if 'auto' chose a wider one for the computation.
         commit: commit of a model of the hub.
@@ -118,7 +118,7 @@ class OpenModel:
     device: torch.device
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
-    processor: dict[str, str] = field(default_factory=dict)
+    side_files: dict[str, str] = field(default_factory=dict)
     narrow: torch.dtype | None = None
     widened_from: torch.dtype | None = None
     commit: str | None = None

@@ -8,7 +8,7 @@ from compress.checkpoint.caches import install_policies
 from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
-from compress.checkpoint.sources.files import read_processor, read_sentence_files, read_tokenizer
+from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer
 from compress.checkpoint.sources.hub import commit_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.supported import check_supported
@@ -67,7 +67,7 @@ def open_model(
         checkpoint.device,
         checkpoint.dtype,
         notes,
-        read_processor(folder) | texts,
+        read_side_files(folder, trust_remote_code) | texts,
         narrow_dtype(folder, checkpoint.stored if checkpoint.format is None else dense_places),
         checkpoint.dtypes[1],
         commit_of(folder),

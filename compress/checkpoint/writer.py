@@ -191,7 +191,7 @@ def _write_tokenizer(opened: OpenModel, folder: Path) -> list[str]:
         SaveError: if writing fails.
     """
     generation = getattr(opened.model, "generation_config", None)
-    files = [name for name in opened.processor if "/" not in name]
+    files = [name for name in opened.side_files if "/" not in name]
     try:
         if generation is not None:
             generation.save_pretrained(folder)
@@ -200,9 +200,10 @@ def _write_tokenizer(opened: OpenModel, folder: Path) -> list[str]:
             paths = [Path(path) for path in opened.tokenizer.save_pretrained(folder)]
             files += [path.name for path in paths if path.is_file() and path.parent == folder]
             _remove_circumstances(folder / TOKENIZER_CONFIG)
-        for name, text in opened.processor.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+        for name, text in opened.side_files.items():
+            if not (folder / name).exists():  # the tokenizer may write a template of its own
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{error.filename or folder}: {reason_of(error)}; {RESUMES}") from error
     return files

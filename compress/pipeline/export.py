@@ -19,7 +19,7 @@ from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import store_as_planned, stored_sparsity
-from compress.checkpoint.sources.files import read_processor
+from compress.checkpoint.sources.files import read_side_files
 from compress.checkpoint.writer import CheckpointWriter
 from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
 from compress.layers.embedding import layer_of
@@ -63,7 +63,8 @@ def save(
     storage = storage_of(model) if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel.in_memory(model, tokenizer)
     if model.name_or_path and (source := Path(model.name_or_path)).is_dir():
-        opened.processor = read_processor(source)
+        own_code = type(model).__module__.startswith("transformers_modules")
+        opened.side_files = read_side_files(source, own_code)
     _check_outside(opened)
     if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")

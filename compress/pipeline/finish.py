@@ -186,6 +186,6 @@ def evaluation_context(job: Job) -> EvaluationContext:
         settings=settings,
         store=store,
         base=job.recipe.model,
-        pooling=pooling_in(job.opened.processor),
+        pooling=pooling_in(job.opened.side_files),
         copies_bytes=fit.copies_bytes,
     )

@@ -18,8 +18,17 @@ SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES
 SAMPLES = 64
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a model with images or sound among its inputs; they are copied to the checkpoint unchanged."""
+SIDE_FILES = ("*.json", "*.jinja", "*.txt", "LICENSE*", "NOTICE*")
+"""Other files of a model that are copied to the checkpoint unchanged, such as those of a processor."""
+CODE = "*.py"
+"""The model's own code, which is copied if it is trusted."""
+NOT_COPIED = (
+    *("config.json", "generation_config.json", "*.index.json", "params.json"),  # written anew, or of other weights
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),  # by the tokenizer
+    *("quantize_config.json", "quant_config.json", "adapter_config.json"),  # of another form of the weights
+    *("report.*", "sensitivity.json", "trainer_state.json", "*_results.json", "modules.json", "*sentence*.json"),
+)
+LARGEST_SIDE_FILE = 64_000_000  # bytes
 
 Pooling = Literal["mean", "first", "last"]
 """How the embedding of a text is made of the hidden states of its tokens: their mean, or that of one token."""
@@ -58,17 +67,34 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         ) from error
 
 
-def read_processor(folder: Path) -> dict[str, str]:
-    """Return the text of each of `PROCESSOR_FILES` in a folder. Raises ModelError for one that is no JSON."""
+def read_side_files(folder: Path, trust_remote_code: bool) -> dict[str, str]:
+    """Return the text of each file that is copied to the checkpoint, by its name.
+
+    Args:
+        folder: of the model.
+        trust_remote_code: whether the model's own code is among them.
+
+    Raises:
+        ModelError: for a JSON file that cannot be read.
+    """
+    patterns = [*SIDE_FILES, CODE] if trust_remote_code else SIDE_FILES
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     texts = {}
-    for path in (folder / name for name in PROCESSOR_FILES):
+    for path in paths:
+        if any(path.match(pattern) for pattern in NOT_COPIED) or not path.is_file() or not is_side_file(path, folder):
+            continue
         try:
-            if path.exists():
-                read_json(path)
-                texts[path.name] = path.read_text("utf-8")
+            texts[path.name] = path.read_text("utf-8")
+            if path.suffix == ".json":
+                json.loads(texts[path.name])
         except ValueError as error:
-            raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+            raise ModelError(f"model: {path} cannot be read: {error}; fetch it again, or remove it") from error
     return texts
+
+
+def is_side_file(path: Path, folder: Path) -> bool:
+    """Return whether a file is in a folder, not a link to one elsewhere, and not too large for a side file."""
+    return is_inside(path, folder) and path.stat().st_size <= LARGEST_SIDE_FILE
 
 
 def read_sentence_files(folder: Path) -> tuple[dict[str, str], list[str]]:

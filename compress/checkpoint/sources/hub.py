@@ -9,6 +9,7 @@ library huggingface_hub, which fetches.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.sources import gguf
 from compress.errors import ModelError, one_line
 
-WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md"]  # the last: the license
+WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md", "LICENSE*", "NOTICE*"]
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -75,13 +76,19 @@ def folder_of(source: str) -> Path:
     return fetch(source)
 
 
-def fetch(source: str) -> Path:
+def fetch_code(source: str) -> None:
+    """Fetch the Python files of a model of the hub, next to its other files. Raises ModelError."""
+    if not Path(expanduser(source)).exists():
+        fetch(source, ["*.py"])
+
+
+def fetch(source: str, patterns: Sequence[str] = WANTED) -> Path:
     """The folder in the cache that holds a model of the hub; what is missing is fetched. Raises ModelError."""
     from huggingface_hub import snapshot_download  # slow to import and not needed for local models
 
     name, revision = split_revision(source)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         remedy = next((text for kind, text in REMEDIES.items() if kind in kinds), None)

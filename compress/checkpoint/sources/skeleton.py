@@ -8,19 +8,27 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 
 from compress.checkpoint.sources.limits import limited
 from compress.checkpoint.sources.untrusted import check_config, check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
+from compress.models.kinds.contract import own_classes
+
+TRUST = "set trust_remote_code: true to run it, if you trust its author"
 
 
 def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
     """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
     check_folder(folder)
     try:
-        check_config(read_json(folder / "config.json"), trust_remote_code)
+        values = read_json(folder / "config.json")
+        check_config(values, trust_remote_code)
+        own = values.get("auto_map")
+        if not trust_remote_code and isinstance(own, dict) and values.get("model_type") not in CONFIG_MAPPING:
+            raise ModelError(f"model: {source} has code of its own ({own.get('AutoConfig')}); {TRUST}")
         return call_foreign(AutoConfig.from_pretrained, folder, trust_remote_code=trust_remote_code)
     except (ValueError, CannotRun) as error:
         raise ModelError(f"model: {source} has no readable config.json ({_reason(error)})") from error
@@ -31,11 +39,29 @@ def _reason(error: Exception) -> str:
     return one_line(error.cause if isinstance(error, CannotRun) else error)
 
 
-def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """Return the transformers class that the configuration names, or a causal language model when it names none."""
-    names = getattr(config, "architectures", None)
-    for name in names if isinstance(names, list) else []:
-        model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+def class_of(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """Return the class that the configuration names, or a causal language model when it names none.
+
+    Args:
+        folder: of the model, with the files of its own code.
+        config: configuration of the model.
+        trust_remote_code: whether its own code is run, where the configuration names some (`auto_map`).
+
+    Raises:
+        ModelError: for a class that is not known, and code that cannot be run.
+    """
+    stated = getattr(config, "architectures", None)
+    names = [name for name in stated if isinstance(name, str)] if isinstance(stated, list) else []
+    references = own_classes(config)
+    if trust_remote_code and references:
+        named = [reference for reference in references.values() if reference.rpartition(".")[2] in names]
+        reference = [*named, *references.values()][0]
+        try:
+            return call_foreign(get_class_from_dynamic_module, reference, folder)
+        except CannotRun as error:
+            raise ModelError(f"model: its own code {reference} cannot be run ({_reason(error)})") from error
+    for name in names:
+        model_class = getattr(transformers, name, None)
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
             return model_class
     mapping = transformers.AutoModelForCausalLM._model_mapping
@@ -43,13 +69,13 @@ def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
         return mapping[type(config)]
     raise ModelError(
         f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
-        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
+        + ("" if trust_remote_code else f"; {TRUST}")
     )
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
-    kind = class_of(config, trust_remote_code)
+    kind = class_of(folder, config, trust_remote_code)
     model = _built(kind, folder, config, dtype, without_data=True)
     if model is None or any(buffer.is_meta for buffer in model.buffers()):  # it computes with such tensors
         model = _built(kind, folder, config, dtype, without_data=False)

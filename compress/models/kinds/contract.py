@@ -309,9 +309,17 @@ class ModelKind:
 
 
 def listed(kind: type, config: PretrainedConfig | None, auto: str) -> bool:
-    """Return whether transformers lists a class of models under an auto class."""
+    """Return whether transformers, or the configuration of a model with its own code, names a class for `auto`."""
     auto_class: Any = getattr(transformers, auto)
-    return issubclass(kind, auto_class._model_mapping.get(type(config), ()))
+    own = own_classes(config).get(auto, "").rpartition(".")[2]
+    return kind.__name__ == own or issubclass(kind, auto_class._model_mapping.get(type(config), ()))
+
+
+def own_classes(config: PretrainedConfig | None) -> dict[str, str]:
+    """Return the model classes of a model's own code by auto class, such as 'modeling_my.MyForCausalLM'."""
+    names: Any = getattr(config, "auto_map", None) or {}
+    references = {auto: name for auto, name in names.items() if auto.startswith("AutoModel") and isinstance(name, str)}
+    return dict(sorted(references.items(), key=lambda item: item[0] != "AutoModelForCausalLM"))
 
 
 def is_masked(kind: type, config: PretrainedConfig | None) -> bool:

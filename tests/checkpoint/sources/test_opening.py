@@ -227,7 +227,7 @@ DAMAGES = {
     ),
     "no causal model": (
         lambda f: (f / "config.json").write_text('{"model_type": "vit"}'),
-        r"knows no class for model type 'vit'; set trust_remote_code: true to run the model's own code",
+        r"knows no class for model type 'vit'; set trust_remote_code: true to run it",
     ),
     "no blocks": (lambda f: edit(f / "config.json", num_hidden_layers=0), "has no list of blocks"),
     "unknown quantization": (
@@ -316,3 +316,5 @@ def test_a_hub_id_is_fetched_without_pickles(monkeypatch, pico):
     assert open_model("someone/model").source == "someone/model"
     assert "*.safetensors" in asked["someone/model"]
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked["someone/model"])
+    open_model("someone/model", trust_remote_code=True)
+    assert asked["someone/model"] == ["*.py"]  # last, and next to the other files

@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, too: no test asks the hub, whic
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -85,18 +85,19 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenization():
     """The embedded text is cut into pico's tokens once: that would be a third of every small run."""
-    tokenize, done = ids_of.token_stream, {}
+    encode, done = ids_of.encode, {}
 
-    def token_stream(documents, tokenizer, limit=None):
-        if Path(tokenizer.name_or_path) != PICO or limit is not None:
-            return tokenize(documents, tokenizer, limit)
-        key = (tokenizer.eos_token_id, *documents)
+    def cached(pieces, tokenizer, limit=None):
+        pieces = pieces if isinstance(pieces, Sequence) else list(pieces)
+        if Path(tokenizer.name_or_path) != PICO or limit is not None or len(pieces) < 20:
+            return encode(iter(pieces), tokenizer, limit)
+        key = (tokenizer.eos_token_id, *pieces)
         if key not in done:
-            done[key] = tokenize(documents, tokenizer)
-        return done[key].clone()
+            done[key] = list(encode(iter(pieces), tokenizer))
+        return iter(done[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ids_of, "token_stream", token_stream)
+        patch.setattr(ids_of, "encode", cached)
         yield
 
 
@@ -177,13 +178,14 @@ def ids():
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> dict[str, str]:
-    """.npy files of token ids: 'calibration' and 'test' of the embedded text for pico, 'tiny' for the tiny models."""
+    """.npy files of token ids: 'calibration' and 'test' of the embedded text for pico, 'tiny' and 'tiny test' for the tiny models."""
     folder = tmp_path_factory.mktemp("texts")
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     made = {
         "calibration": token_ids("embedded", "calibration", tokenizer, 6, 64, seed=0),
         "test": token_ids("embedded", "test", tokenizer, 2, 64, seed=0),
         "tiny": torch.randint(VOCAB, (6, 24), generator=torch.Generator().manual_seed(0)),
+        "tiny test": torch.randint(VOCAB, (6, 24), generator=torch.Generator().manual_seed(1)),
     }
     for name, found in made.items():
         np.save(folder / f"{name}.npy", found.numpy())
@@ -201,7 +203,7 @@ def recipe(pico, texts):
     """recipe(*passes, model=pico, save={...}, **options) -> a Recipe that runs in a second; other models are tiny."""
 
     def build(*passes, model: str = pico, save: dict | None = None, **options) -> Recipe:
-        source, test = (texts["calibration"], texts["test"]) if model == pico else (texts["tiny"], texts["tiny"])
+        source, test = (texts["calibration"], texts["test"]) if model == pico else (texts["tiny"], texts["tiny test"])
         calibration = Calibration(source=source, sequences=None, length=None, batch=4)
         measured = Evaluate(perplexity=(test,), windows=2, length=None)
         usual = {"model": model, "calibration": calibration, "eval": measured, "save": Save(**(save or {}))}

@@ -111,7 +111,6 @@ MANY_IMPORTS: dict[str, str] = {
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""
 MANY_PARAMETERS: dict[str, str] = {
-    "compress.data.ids:_chosen": "the options of a text",
     "compress.decode.attention:attend": "the operands of one instruction",
     "compress.decode.products:codes_linear": "the operands of one instruction",
     "compress.decode.products:rotate": "the operands of one instruction",

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress.data.ids import token_ids, token_stream
+from compress.data.ids import token_ids
 from compress.data.sources import embedded_text
+from compress.data.tokenization import token_stream
 
 PICO = Path(__file__).parent / "pico"
 MAX_BYTES = 3_000_000

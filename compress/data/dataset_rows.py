@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
-from os.path import expanduser
+from itertools import count
+from os.path import expanduser, realpath
 from pathlib import Path
 from typing import Any
 
-from compress.data.text_source import Part, TextSource
+from compress.data.text_source import SPLITS, Part, TextSource
 from compress.errors import CalibrationError, did_you_mean
 
 OFFLINE = "offline sources: embedded, self, or the path of a .txt, .jsonl or .npy file"
+END = object()
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 """Files that a data set may be, and the reader of each in the library."""
 
@@ -34,8 +35,8 @@ def told_of(part: Part, label: str, place: str) -> Iterator[None]:
         raise CalibrationError(f"{part}: source {label} {place}: {reason}; {OFFLINE}") from error
 
 
-def dataset_rows(source: TextSource, part: Part) -> list[Any]:
-    """The first `max_documents` rows of a data set's split.
+def dataset_rows(source: TextSource, part: Part) -> Iterator[Any]:
+    """Yield the first `max_documents` rows of a data set's split.
 
     A folder may be one that `save_to_disk` wrote, or hold files of any form that the library reads. Raises
     CalibrationError: no such data set, configuration, split or revision, an unreachable hub.
@@ -44,7 +45,13 @@ def dataset_rows(source: TextSource, part: Part) -> list[Any]:
     check_local(source, part)
     place = "could not be loaded from the hub" if path is None else "could not be read"
     with told_of(part, source.label, place):
-        return list(islice(_rows(source, part, path), source.max_documents))
+        rows = iter(_rows(source, part, path))
+    for _ in count() if source.max_documents is None else range(source.max_documents):
+        with told_of(part, source.label, place):  # not around `yield`: the errors of who reads the rows are their own
+            row = next(rows, END)
+        if row is END:
+            return
+        yield row
 
 
 def local_path(source: TextSource) -> Path | None:
@@ -52,6 +59,18 @@ def local_path(source: TextSource) -> Path | None:
     assert source.dataset is not None
     path = Path(expanduser(source.dataset))
     return path if path.exists() or _is_a_path(source.dataset) else None
+
+
+def origin(source: TextSource, part: Part) -> tuple[str, ...] | None:
+    """Identify the file, or the split of a data set, that a part reads; None for texts whose parts differ."""
+    path = Path(str(source.source)) if source.dataset is None else local_path(source)
+    if source.dataset is None and not source.is_file:
+        return None
+    if path is None:
+        return str(source.dataset), str(source.config), str(source.revision), source.split_of(part)
+    has_one_split = path.is_file() or (path / "state.json").exists()
+    split = source.split or SPLITS["calibration"] if has_one_split else source.split_of(part)
+    return realpath(path), str(source.config), split
 
 
 def _is_a_path(name: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,31 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE
-from compress.data.listed import check_listed, listed_sample, lists_of
+from compress.data.listed import check_listed, listed_sample, lists_of, share_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
-from compress.data.sources import check_source, read_texts, text_sha256
+from compress.data.pieces import PIECE, Piece, TextShare, TextTally, draw, shared
+from compress.data.sources import check_source, read_pieces, template_name
 from compress.data.text_source import Part, TextSource, as_source
+from compress.data.tokenization import encode, join, stream_of
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.contract import text_config, text_lengths
 from compress.models.kinds.kinds import adapter_of, described
 from compress.models.structure.ends import vocabulary_size
 
+POOL, POOL_CHARACTERS = 1 << 20, 64
+"""Calibration sequences are drawn from pieces of a text with so many characters, and so many for each of their tokens:
+about 16 times as many tokens as are drawn. A text with fewer characters is read whole."""
+
 
 class TextUse(BaseModel):
     """The use of a text in a run, for its report.
 
     part: calibration or test. sequences, length: of the chosen examples; the most tokens of one. sha256: of the
-    documents; of the examples, if they are stored, sampled or listed. documents: their number, None for stored or
-    sampled ids. tokens: of all documents, before sequences are chosen; of lists those of the chosen examples.
-    forms, template, skipped: as `Texts`. bos: whether each sequence begins with the beginning-of-sequence token that
-    `sample` was given.
+    documents of the whole text; of the examples, if they are stored, sampled or listed. documents: their number, None
+    for stored or sampled ids. tokens: those that sequences were chosen from, None if the text was not tokenized whole;
+    of lists those of the chosen examples. forms, template, skipped: as `Texts`. bos: whether each sequence begins with
+    the beginning-of-sequence token that `sample` was given. share: the share of a divided text that was read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +58,7 @@ class TextUse(BaseModel):
     packing: bool | None = None
     max_tokens_per_document: int | None = None
     bos: bool = False
+    share: TextShare | None = None
 
     @classmethod
     def of_examples(cls, text: str, part: str, examples: Examples, bos: bool = False) -> TextUse:
@@ -91,12 +100,13 @@ def sample(
 ) -> tuple[Int[Tensor, "sequences length"], TextUse]:
     """Return int64 ids, `sequences` of `length` tokens that do not overlap, and the use of the text.
 
-    Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`); without
-    packing, each sequence is the start of one document. prefix: tokens that every sequence begins with; they count in
-    `length`. The calibration part takes sequences at random without replacement, the same ones for the same `seed`. The
-    test part takes the first ones in order, and all of a text that has fewer. `sequences=None` takes every sequence in
-    order; text always needs a `length`. A .npy file holds ids ([n, m], integers): its first `sequences` rows and first
-    `length` columns are taken, or all of them for None; `part`, `tokenizer`, `seed` and `prefix` are ignored.
+    Text is tokenized without special tokens, joined (`join`) and cut from its start (`windows`); without packing, each
+    sequence is the start of one document. prefix: tokens that every sequence begins with; they count in `length`. The
+    calibration part takes sequences at random without replacement, the same ones for the same `seed`; of a large text,
+    from pieces that are drawn before they are tokenized (`POOL`). The test part takes the first ones in order, and all
+    of a text that has fewer. `sequences=None` takes every sequence in order; text always needs a `length`. The parts of
+    a divided text are disjoint (`TextShare`). A .npy file holds ids ([n, m], integers): its first `sequences` rows and
+    first `length` columns are taken, or all of them for None; `tokenizer`, `seed` and `prefix` are ignored.
 
     Raises `CalibrationError` when the source cannot provide the sequences.
     """
@@ -105,79 +115,152 @@ def sample(
         if count is not None and count < 1:
             raise CalibrationError(f"{part}: {name} is {count}; use 1 or more")
     if source.stored:
-        ids = _stored_ids(Path(str(source.source)), sequences, length)
-        return ids, TextUse.of_examples(source.label, part, Examples.of_ids(ids))
+        ids, share = _stored_ids(source, part, sequences, length)
+        return ids, TextUse.of_examples(source.label, part, Examples.of_ids(ids)).model_copy(update={"share": share})
     if length is None:
         raise CalibrationError(f"{part}: length is missing; {source.label} text needs one, such as length 2048")
     if tokenizer is None:
         raise CalibrationError(
             f"{part}: {source.label} text needs a tokenizer, and the model has none; use ids in a .npy file"
         )
-    texts = read_texts(source, part, tokenizer)
-    cut, tokens = _sequences(texts.documents, tokenizer, source, length, prefix)
-    chosen = _chosen(cut, source, part, tokens, len(texts.documents), sequences, length, seed)
+    reading = TextReading(source, part, tokenizer, length, tuple(prefix), _share(source, part, tokenizer))
+    if sequences is None or part == "test":
+        cut, tokens, tally = reading.first(sequences)
+        reading.check(cut, tokens, tally.documents, sequences)
+    else:
+        pool, tokens, tally = reading.drawn(sequences, seed)
+        reading.check(pool, tokens, tally.documents, sequences)
+        cut = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[:sequences]]
     use = TextUse(
         text=source.label,
         part=part,
-        sequences=len(chosen),
+        sequences=len(cut),
         length=length,
-        sha256=text_sha256(texts.documents),
-        documents=len(texts.documents),
-        skipped=texts.skipped,
+        sha256=tally.digest.hexdigest(),
+        documents=tally.documents,
+        skipped=tally.rows - tally.documents,
         tokens=tokens,
-        forms=list(texts.forms),
-        template=texts.template,
+        forms=sorted(tally.forms),
+        template=template_name(source, tally),
         packing=source.packing,
         max_tokens_per_document=source.max_tokens_per_document,
         bos=len(prefix) > 0,
+        share=reading.share,
     )
-    return chosen, use
+    return cut.long(), use
 
 
-def _sequences(
-    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, source: TextSource, length: int, prefix: Sequence[int]
-) -> tuple[Int[Tensor, "sequences length"], int]:
-    """All sequences of the documents, and the number of their tokens."""
-    limit = source.max_tokens_per_document
-    if source.packing:
-        stream = token_stream(documents, tokenizer, limit)
-        return windows(stream, length, prefix), len(stream)
-    encoded = [ids[:limit] for ids in encode(documents, tokenizer)]
-    begun = [ids if ids[: len(prefix)] == list(prefix) else [*prefix, *ids] for ids in encoded]
-    rows = [ids[:length] for ids in begun if len(ids) >= length]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, length), sum(map(len, encoded))
+def _share(source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase) -> TextShare | None:
+    """The share of a divided text that a part reads; its rows and characters are counted first."""
+    if not source.divided:
+        return None
+    tally = TextTally()
+    for _ in read_pieces(source, part, tokenizer, tally):
+        pass
+    if tally.rows == 1:
+        return TextShare.of_part(part, tally.characters, "characters")
+    return TextShare.of_part(part, tally.rows, "documents" if tally.rows == tally.documents else "rows")
 
 
-def _chosen(
-    cut: Int[Tensor, "all length"],
-    source: TextSource,
-    part: Part,
-    tokens: int,
-    documents: int,
-    sequences: int | None,
-    length: int,
-    seed: int,
-) -> Int[Tensor, "sequences length"]:
-    """Choose among all sequences. Raises CalibrationError when there are too few."""
-    name = source.label
-    if not source.packing and len(cut) < (sequences or 1):
-        raise CalibrationError(
-            f"{part}: {len(cut)} of the {documents} documents of {name} have {length} tokens or more, but sequences is "
-            f"{sequences}; use a shorter length, fewer sequences, packing: true, or more documents"
-        )
-    if len(cut) == 0:
-        raise CalibrationError(
-            f"{part}: {name} text has {tokens} tokens, fewer than one sequence of {length}; "
-            f"use a shorter length, or another source"
-        )
-    if sequences is None or part == "test":
-        return cut[:sequences]
-    if len(cut) < sequences:
-        raise CalibrationError(
-            f"{part}: {name} text has {len(cut)} sequences of {length} tokens, but sequences is {sequences}; "
-            f"use sequences <= {len(cut)}, a shorter length, or another source"
-        )
-    return cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))[:sequences]]
+Cut = tuple[Int[Tensor, "all length"], int | None, TextTally]
+"""Sequences, the number of tokens that they were cut from if those are all of the text, and what was read."""
+
+
+@dataclass(frozen=True)
+class TextReading:
+    """How a text is read, tokenized and cut into sequences, in bounded memory.
+
+    Attributes:
+        source: The text.
+        part: Calibration or test.
+        tokenizer: Its tokenizer.
+        length: Tokens of a sequence.
+        prefix: Tokens that every sequence begins with.
+        share: The share of the text that is read; None for all.
+    """
+
+    source: TextSource
+    part: Part
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    prefix: tuple[int, ...]
+    share: TextShare | None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that are read of a document."""
+        limit = self.source.max_tokens_per_document
+        return limit if self.source.packing else limit or max(self.length, PIECE)
+
+    def first(self, count: int | None) -> Cut:
+        """Return the first sequences; only their text is tokenized. count: None for all."""
+        tally = TextTally()
+        pieces = self._pieces(tally)
+        encoded = encode(pieces, self.tokenizer, self.limit)
+        rows, tokens = self._rows(encoded, count)
+        complete = next(encoded, None) is None
+        for _ in pieces:  # for the digest
+            complete = False
+        return rows, tokens if complete else None, tally
+
+    def drawn(self, count: int, seed: int) -> Cut:
+        """Return the sequences of pieces that are drawn at random before they are tokenized: more than `count`."""
+        characters, limit = pool_characters(count * self.length), self.limit
+        tokens_read = limit if self.source.packing else self.length
+        while True:
+            tally = TextTally()
+            most = None if tokens_read is None else max(PIECE, tokens_read * characters // (count * self.length))
+            pool = draw(self._pieces(tally), characters, seed, most)
+            rows, tokens = self._rows(encode(pool.runs, self.tokenizer, limit), None)
+            if len(rows) >= count or not pool.partial:
+                return rows, None if pool.partial else tokens, tally
+            characters *= 4
+
+    def _pieces(self, tally: TextTally) -> Iterator[Piece]:
+        return shared(read_pieces(self.source, self.part, self.tokenizer, tally), self.share)
+
+    def _rows(
+        self, encoded: Iterator[tuple[int, list[int]]], count: int | None
+    ) -> tuple[Int[Tensor, "all length"], int]:
+        """Return the sequences, and the number of tokens that were read for them. count: the most; None for all."""
+        if self.source.packing:
+            stream = stream_of(join(encoded, self.tokenizer), None if count is None else count * self.length)
+            return windows(stream, self.length, self.prefix)[:count], len(stream)
+        rows, tokens = [], 0
+        for _, parts in groupby(encoded, key=lambda item: item[0]):
+            ids = [token for _, part in parts for token in part]
+            begun = ids if ids[: len(self.prefix)] == list(self.prefix) else [*self.prefix, *ids]
+            tokens += len(ids)
+            if len(begun) >= self.length:
+                rows.append(begun[: self.length])
+            if len(rows) == count:
+                break
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, self.length), tokens
+
+    def check(self, cut: Int[Tensor, "all length"], tokens: int | None, documents: int, sequences: int | None) -> None:
+        """Raise CalibrationError when there are too few sequences; only the evaluation takes fewer of packed text."""
+        part, length, name = self.part, self.length, self.source.label
+        name += "" if self.share is None else f" ({self.share.text}; the other part of the run reads the rest)"
+        if not self.source.packing and len(cut) < (sequences or 1):
+            raise CalibrationError(
+                f"{part}: {len(cut)} of the {documents} documents of {name} have {length} tokens or more, but "
+                f"sequences is {sequences}; use a shorter length, fewer sequences, packing: true, or more documents"
+            )
+        if len(cut) == 0:
+            raise CalibrationError(
+                f"{part}: {name} text has {tokens} tokens, fewer than one sequence of {length}; "
+                f"use a shorter length, or another source"
+            )
+        if sequences is not None and part == "calibration" and len(cut) < sequences:
+            raise CalibrationError(
+                f"{part}: {name} text has {len(cut)} sequences of {length} tokens, but sequences is {sequences}; "
+                f"use sequences <= {len(cut)}, a shorter length, or another source"
+            )
+
+
+def pool_characters(tokens: int) -> int:
+    """The characters of the pieces from which calibration sequences of so many tokens are drawn."""
+    return max(POOL, tokens * POOL_CHARACTERS)
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
@@ -188,31 +271,6 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     for i in order[: total - sum(counts)]:
         counts[i] += 1
     return counts
-
-
-def token_stream(
-    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
-) -> Int[Tensor, " tokens"]:
-    """Tokenize each document, keep `limit` tokens, and join them with the end-of-text token, or directly if none."""
-    return join([ids[:limit] for ids in encode(documents, tokenizer)], tokenizer)
-
-
-def encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The token ids of each document, without special tokens."""
-    if not documents:
-        return []
-    # verbose=False: a document may be longer than the model's context; it is cut into windows
-    return tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
-
-
-def join(encoded: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " tokens"]:
-    """Join the ids of documents with the end-of-text token, or directly if there is none."""
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    joined = list(encoded[0]) if encoded else []
-    for ids in encoded[1:]:
-        joined += between
-        joined += ids
-    return torch.tensor(joined, dtype=torch.int64)
 
 
 def windows(stream: Int[Tensor, " tokens"], length: int, prefix: Sequence[int] = ()) -> Int[Tensor, "windows length"]:
@@ -234,12 +292,13 @@ def windows(stream: Int[Tensor, " tokens"], length: int, prefix: Sequence[int] =
     return torch.cat(rows)
 
 
-def extent(source: str | TextSource, sequences: int | None, length: int | None) -> tuple[int, int]:
+def extent(source: str | TextSource, part: Part, sequences: int | None, length: int | None) -> tuple[int, int]:
     """(sequences, length) that `token_ids` will return; 0: unknown before the text is read. Raises CalibrationError."""
     source = as_source(source)
     if source.stored and (sequences is None or length is None):
         rows, columns = _stored(Path(str(source.source))).shape
-        return rows if sequences is None else sequences, columns if length is None else length
+        share = share_of(source, part, rows)
+        return share.stop - share.start if sequences is None else sequences, columns if length is None else length
     return sequences or 0, length or 0
 
 
@@ -262,34 +321,46 @@ def _stored(path: Path) -> np.ndarray:
     return stored
 
 
-def _check_shape(path: Path, sequences: int | None, length: int | None) -> tuple[int, int]:
-    """Return the shape that is taken from a .npy file. Raises CalibrationError if the file is smaller."""
+def _check_shape(source: TextSource, part: Part, sequences: int | None, length: int | None) -> tuple[TextShare, int]:
+    """Return the rows and the number of columns that are taken from a .npy file.
+
+    Raises:
+        CalibrationError: if the file is smaller. The evaluation of a divided file takes fewer rows, as of other texts.
+    """
+    path = Path(str(source.source))
     rows, columns = shape = _stored(path).shape
-    count, width = rows if sequences is None else sequences, columns if length is None else length
+    share = share_of(source, part, rows)
+    available = share.stop - share.start
+    count, width = available if sequences is None else sequences, columns if length is None else length
+    if source.divided and part == "test":
+        count = min(count, available)
     if 0 in shape:
         raise CalibrationError(
             f"calibration: {path} holds no tokens (shape {list(shape)}); write an integer array of shape "
             f"[sequences, length], or use another source"
         )
-    if count > rows or width > columns:
+    if count > available or width > columns or not available:
+        divided = f"; {part} reads {share.text}, because it is divided" if source.divided else ""
         raise CalibrationError(
             f"calibration: {path} holds {rows} sequences of {columns} tokens, but {count} sequences of {width} "
-            f"are requested; use sequences <= {rows} and length <= {columns}, or another source"
+            f"are requested{divided}; use sequences <= {available} and length <= {columns}, or another source"
         )
-    return count, width
+    return share.model_copy(update={"stop": share.start + count}), width
 
 
-def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Tensor, "sequences length"]:
-    """Read the first `sequences` rows and `length` columns of an integer .npy file; None takes all."""
-    stored = _stored(path)
-    shape = _check_shape(path, sequences, length)
-    ids = torch.from_numpy(stored[: shape[0], : shape[1]].astype(np.int64))
+def _stored_ids(
+    source: TextSource, part: Part, sequences: int | None, length: int | None
+) -> tuple[Int[Tensor, "sequences length"], TextShare | None]:
+    """Read the first rows and columns of the share of an integer .npy file; None takes all."""
+    path = Path(str(source.source))
+    share, width = _check_shape(source, part, sequences, length)
+    ids = torch.from_numpy(_stored(path)[share.start : share.stop, :width].astype(np.int64))
     if int(ids.min()) < 0:
         row, column = (ids < 0).nonzero()[0].tolist()
         raise CalibrationError(
-            f"calibration: {path} holds {int(ids[row, column])} at [{row}, {column}]; write ids >= 0"
+            f"calibration: {path} holds {int(ids[row, column])} at [{share.start + row}, {column}]; write ids >= 0"
         )
-    return ids
+    return ids, share if source.divided else None
 
 
 def model_sample(
@@ -315,9 +386,9 @@ def model_sample(
     source = as_source(source)
     check_text(model, tokenizer, source, part, count, length)
     if lists_of(model, source) is not None:
-        examples, documents = listed_sample(model, tokenizer, source, part, count, length, seed)
-        use = TextUse.of_examples(source.label, part, examples)
-        return examples, use.model_copy(update={"documents": documents, "tokens": examples.tokens})
+        examples, share = listed_sample(model, tokenizer, source, part, count, length, seed)
+        facts = {"documents": share.of, "tokens": examples.tokens, "share": share if source.divided else None}
+        return examples, TextUse.of_examples(source.label, part, examples).model_copy(update=facts)
     kind, needed = adapter_of(model), None if source.stored else needs_tokenizer(tokenizer, part)
     if needed is not None and length is not None and not kind.streams:
         opening, closing = special_tokens_around(needed)
@@ -364,7 +435,7 @@ def check_text(
     check_source(source, part)
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if source.stored:
-        _check_shape(Path(str(source.source)), count, length)
+        _check_shape(source, part, count, length)
     kind, around = adapter_of(model), [0]
     is_bounded, texts = not kind.streams, kind.texts
     if source.bos is not None and is_bounded:
@@ -374,7 +445,7 @@ def check_text(
         around = [len(tokens) for tokens in added]
     if length is not None and text_lengths(texts, length)[-1] <= sum(around):
         raise CalibrationError(f"{part}: length {length} leaves no room beside the special tokens; use a larger length")
-    limit, tokens = source.max_tokens_per_document, extent(source, count, length)[1]
+    limit, tokens = source.max_tokens_per_document, extent(source, part, count, length)[1]
     if not source.packing and limit is not None and limit + sum(around) < tokens:
         raise CalibrationError(
             f"{part}: no document of {source.label} fills a sequence of {tokens} tokens, because "

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.data.pieces import TextShare
 from compress.data.sources import json_rows
 from compress.data.text_source import Part, TextSource
 from compress.errors import CalibrationError, one_line
@@ -75,7 +76,7 @@ def listed_sample(
     count: int | None,
     length: int | None,
     seed: int,
-) -> tuple[Examples, int]:
+) -> tuple[Examples, TextShare]:
     """Read the examples of a list.
 
     The calibration part takes lines of a list at random, the same ones for the same seed; the test part takes the first
@@ -92,7 +93,7 @@ def listed_sample(
         seed: of the choice of lines.
 
     Returns:
-        The examples, and the number of all examples of the source.
+        The examples, and the share of the source that they were chosen from.
 
     Raises:
         CalibrationError: for too few examples and for those that the model cannot read, with the place of each.
@@ -103,19 +104,21 @@ def listed_sample(
     check_listed(model, tokenizer, source, lists, part)
     if path.suffix == STORED:
         all_examples = kind.of_mapping(model, _stored(path, part, length), f"{part}: {path}")
-        of, rows = len(all_examples), _chosen(len(all_examples), path, lists, part, count, None)
+        share = share_of(source, part, len(all_examples))
+        rows = _chosen(share, path, lists, part, count, None)
         examples = all_examples[rows]
         places = [f"{part}: {path}: {lists.plural.removesuffix('s')} {row}" for row in rows]
     else:
         column = source.column or "text"
         lines, reader = list(json_rows(path)), kind.reader(model, tokenizer, column, path.parent, part)
-        of, rows = len(lines), _chosen(len(lines), path, lists, part, count, seed)
+        share = share_of(source, part, len(lines))
+        rows = _chosen(share, path, lists, part, count, seed)
         for row in rows:
             _check_line(lines[row][1], lines[row][0], lists, column)
         examples = Examples(tuple(reader.example(lines[row][1], lines[row][0], length) for row in rows))
         places = [lines[row][0] for row in rows]
     kind.check(model, examples, places)
-    return examples, of
+    return examples, share
 
 
 def _check_line(line: Any, place: str, lists: Lists, column: str) -> None:
@@ -130,29 +133,41 @@ def _check_line(line: Any, place: str, lists: Lists, column: str) -> None:
             raise CalibrationError(f"{place}: no text in the column {name} (columns: {columns}); write {lists.line}")
 
 
-def _chosen(of: int, path: Path, lists: Lists, part: Part, count: int | None, seed: int | None) -> list[int]:
+def _chosen(share: TextShare, path: Path, lists: Lists, part: Part, count: int | None, seed: int | None) -> list[int]:
     """Return the numbers of the examples that are taken; at random for a seed in the calibration part.
 
     Raises:
         CalibrationError: for too few.
     """
-    if of == 0:
+    available = range(share.start, share.stop)
+    if not available:
         raise CalibrationError(f"{part}: {path} holds no {lists.plural}; write a line {lists.line} for each file")
     if part == "test" or count is None:
-        return list(range(of))[:count]
-    if of < count:
+        return list(available)[:count]
+    if len(available) < count:
         raise CalibrationError(
-            f"{part}: {path} holds {of} {lists.plural}, but sequences is {count}; use sequences <= {of}, or more "
-            f"{lists.plural}"
+            f"{part}: {path} holds {len(available)} {lists.plural}, but sequences is {count}; use sequences <= "
+            f"{len(available)}, or more {lists.plural}"
         )
     if seed is None:
-        return list(range(count))
-    return torch.randperm(of, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+        return list(available)[:count]
+    order = torch.randperm(len(available), generator=torch.Generator().manual_seed(seed))
+    return [available[row] for row in order[:count].tolist()]
+
+
+def share_of(source: TextSource, part: Part, rows: int) -> TextShare:
+    """The rows of a list, or of a file of ids, that a part reads."""
+    every_row = TextShare(unit="rows", start=0, stop=rows, of=rows)
+    return TextShare.of_part(part, rows, "rows") if source.divided else every_row
 
 
 def count_in(source: TextSource, part: Part) -> int:
-    """Return the number of all examples of a list. Raises CalibrationError for a file that cannot be read."""
-    path = Path(str(source.source))
+    """Return the number of the examples of a list for a part. Raises CalibrationError for an unreadable file."""
+    share = share_of(source, part, _rows_in(Path(str(source.source)), part))
+    return share.stop - share.start
+
+
+def _rows_in(path: Path, part: Part) -> int:
     if path.suffix != STORED:
         return sum(1 for _ in json_rows(path))
     try:

@@ -5,11 +5,14 @@ The `embedded` source needs no network and no file: it is the language reference
 `text_sha256` with every measurement on it.
 """
 
+import codecs
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -18,9 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE, check_local, dataset_rows, told_of
 from compress.data.forms import RowReader
+from compress.data.pieces import Piece, TextTally, pieces_of
 from compress.data.text_source import HUB_DOCUMENTS, Part, TextSource, as_source
 from compress.errors import CalibrationError, did_you_mean
 
+CHUNK = 1 << 20
+"""Bytes that are read of a file at once."""
 TEST_RESIDUES = range(8)  # of 20; their topics hold 22 to 23% of the characters in CPython 3.10 to 3.13
 
 
@@ -69,35 +75,66 @@ def texts(source: str | TextSource, part: Part, tokenizer: PreTrainedTokenizerBa
 
 
 def read_texts(source: str | TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None = None) -> Texts:
-    """Read the documents of `source`.
+    """Read all documents of `source` whole (`read_pieces`)."""
+    tally, source = TextTally(), as_source(source)
+    pieces = list(read_pieces(source, part, tokenizer, tally))
+    documents = ["".join(p.text for p in document) for _, document in groupby(pieces, key=lambda p: p.document)]
+    skipped = tally.rows - tally.documents
+    return Texts(documents, tuple(sorted(tally.forms)), template_name(source, tally), skipped)
+
+
+def read_pieces(
+    source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None, tally: TextTally
+) -> Iterator[Piece]:
+    """Yield the documents of `source` in pieces, so that a large text is never in memory whole.
 
     `source` is `embedded`, a hub set (`wikitext`, `c4`, `ultrachat`), a data set, the path of a .txt file (one
     document), or the path of a .jsonl file (one object per line) or .json file (a list of objects), whose rows have one
     of the forms of `forms.py`. A file has no parts: both parts read the whole file. Conversations are formatted by the
     chat template, or as `role: content` lines if there is none. c4 and ultrachat return their first `HUB_DOCUMENTS`
-    documents. Blank rows of data sets are left out.
+    documents. Blank rows of data sets are left out. A row, and a .json file, is in memory whole.
 
-    Raises `CalibrationError` for an unknown source, a missing or malformed file, and an unreachable hub.
+    Args:
+        source: The text.
+        part: Calibration or test.
+        tokenizer: Has the chat template.
+        tally: Counts what is read.
+
+    Raises:
+        CalibrationError: for an unknown source, a missing or malformed file, and an unreachable hub.
     """
-    source = as_source(source)
-    reader = RowReader(tokenizer, source.column, _template(source))
-    if source.dataset is not None:
-        rows = dataset_rows(source, part)
-        if not rows:
-            raise CalibrationError(f"{part}: {source.label} has no rows; use another split")
-        numbered = ((f"{source.label} row {number}", row) for number, row in enumerate(rows))
-        return _documents([item for item in numbered if not reader.is_blank(item[1])], reader, source, len(rows))
+    yield from tally.count(_pieces(source, part, tokenizer, tally))
+
+
+def _pieces(
+    source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None, tally: TextTally
+) -> Iterator[Piece]:
     name = str(source.source)
-    if name == "embedded":
-        return Texts(embedded_text(part))
-    if name in HUB_SETS:
-        return _hub_texts(source, part, reader)
     path = Path(name)
-    if path.suffix == ".txt":
-        return Texts([read_file(path)])
-    if path.suffix in (".jsonl", ".json"):
-        return _documents(json_rows(path), reader, source)
-    raise CalibrationError(_no_text(name))
+    if source.dataset is not None:
+        rows = ((f"{source.label} row {number}", row) for number, row in enumerate(dataset_rows(source, part)))
+        yield from _documents(rows, source, tokenizer, tally, blank=False)
+        if not tally.rows:
+            raise CalibrationError(f"{part}: {source.label} has no rows; use another split")
+    elif name == "embedded":
+        for tally.rows, document in enumerate(embedded_text(part), start=1):
+            yield from pieces_of(tally.rows - 1, [document])
+    elif name in HUB_SETS:
+        with told_of(part, name, f"({HUB_SETS[name].path}) could not be loaded from the hub"):
+            rows = _hub_rows(name, part)
+        if name == "wikitext":  # one document, the convention of GPTQ and of its successors
+            tally.rows = 1
+            yield from pieces_of(0, (("\n\n" if i else "") + row["text"] for i, row in enumerate(rows)))
+        else:
+            numbered = ((f"{name} row {number}", row) for number, row in enumerate(rows))
+            yield from _documents(numbered, source, tokenizer, tally)
+    elif path.suffix == ".txt":
+        tally.rows = 1
+        yield from pieces_of(0, file_chunks(path))
+    elif path.suffix in (".jsonl", ".json"):
+        yield from _documents(json_rows(path), source, tokenizer, tally)
+    else:
+        raise CalibrationError(_no_text(name))
 
 
 def check_source(source: TextSource, part: Part) -> None:
@@ -125,16 +162,30 @@ def _template(source: TextSource) -> str | None:
 
 
 def _documents(
-    rows: Iterable[tuple[str, Any]], reader: RowReader, source: TextSource, count: int | None = None
-) -> Texts:
-    """Return the documents of rows (place, row). count: the number of rows, with those that were left out."""
-    rendered = [reader.document(row, place) for place, row in rows]
-    templates = {document.template for document in rendered if document.form != "text"}
+    rows: Iterable[tuple[str, Any]],
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tally: TextTally,
+    blank: bool = True,
+) -> Iterator[Piece]:
+    """Yield the pieces of the documents of rows (place, row). blank: whether blank rows are read, too."""
+    reader = RowReader(tokenizer, source.column, _template(source))
+    for tally.rows, (place, row) in enumerate(rows, start=1):
+        if not blank and reader.is_blank(row):
+            continue
+        document = reader.document(row, place)
+        tally.forms.add(document.form)
+        if document.form != "text":
+            tally.templated.add(document.template)
+        yield from pieces_of(tally.rows - 1, [document.text])
+
+
+def template_name(source: TextSource, tally: TextTally) -> str | None:
+    """The chat template of the conversations that were read, as in `Texts`."""
+    if not tally.templated:
+        return None
     template_source = "tokenizer" if source.chat_template is None else source.chat_template
-    template = None if not templates else template_source if True in templates else "role: content"
-    documents = [document.text for document in rendered]
-    forms = tuple(sorted({document.form for document in rendered}))
-    return Texts(documents, forms, template, 0 if count is None else count - len(documents))
+    return template_source if True in tally.templated else "role: content"
 
 
 def text_sha256(documents: Sequence[str]) -> str:
@@ -192,16 +243,6 @@ def _no_text(source: str) -> str:
     return f"calibration: unknown source {source!r}{hint}; {kinds}"
 
 
-def _hub_texts(source: TextSource, part: Part, reader: RowReader) -> Texts:
-    """Load one of `HUB_SETS`; every failure is raised as `CalibrationError`."""
-    name = str(source.source)
-    with told_of(part, name, f"({HUB_SETS[name].path}) could not be loaded from the hub"):
-        rows = _hub_rows(name, part)
-    if name == "wikitext":
-        return Texts(["\n\n".join(row["text"] for row in rows)])  # the convention of GPTQ and of its successors
-    return _documents([(f"{name} row {number}", row) for number, row in enumerate(rows)], reader, source)
-
-
 def _hub_rows(source: str, part: Part) -> list[Any]:
     """Fetch the rows of a hub set: all of wikitext, the first `HUB_DOCUMENTS` of the other sets."""
     import datasets  # takes seconds to import; only the hub sources need it
@@ -224,12 +265,39 @@ def _check_file(path: Path) -> None:
 
 def read_file(path: Path) -> str:
     """Read a UTF-8 file. Raises CalibrationError."""
+    return "".join(file_chunks(path))
+
+
+def file_chunks(path: Path) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in chunks, its lines ended by a new line. Raises CalibrationError."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    position = 0
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                pending = len(utf8.getstate()[0])
+                yield lines.decode(utf8.decode(chunk))
+                position += len(chunk)
+            pending = len(utf8.getstate()[0])
+            yield lines.decode(utf8.decode(b"", final=True), final=True)
     except OSError as error:
         raise CalibrationError(f"calibration: cannot read {path}: {error.strerror}; {OFFLINE}") from error
     except UnicodeDecodeError as error:
-        raise CalibrationError(f"calibration: {path} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
+        place = position - pending + error.start
+        raise CalibrationError(f"calibration: {path} is not UTF-8 at byte {place}; save it as UTF-8") from error
+
+
+def file_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file without their ends; only new lines end them. Raises CalibrationError."""
+    begun: list[str] = []
+    for chunk in file_chunks(path):
+        *ended, rest = chunk.split("\n")
+        for line in ended:
+            yield "".join([*begun, line])
+            begun = []
+        begun.append(rest)
+    yield "".join(begun)
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -239,7 +307,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (`file:line`, value) for each non-blank line of a .jsonl file."""
-    for number, line in enumerate(read_file(path).split("\n"), start=1):
+    for number, line in enumerate(file_lines(path), start=1):
         if not line.strip():
             continue
         try:

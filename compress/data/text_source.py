@@ -14,6 +14,9 @@ HUB_DOCUMENTS = 4096  # enough for 512 sequences of 2048 tokens of web text, and
 SPLITS: dict[Part, str] = {"calibration": "train", "test": "test"}
 """The split of a data set that a part reads by default."""
 
+FILES = (".txt", ".jsonl", ".json", ".npy", ".safetensors")
+"""Endings of local files of texts, ids and lists."""
+
 CHATS = (".jsonl", ".json", "ultrachat")
 """Endings of sources whose documents may be conversations."""
 
@@ -56,6 +59,11 @@ class TextSource(BaseModel):
         description="true: documents are joined and cut into sequences; false: one document per sequence, cut to its "
         "length, and shorter documents are skipped",
     )
+    divided: bool | None = Field(
+        default=None,
+        description="whether calibration and evaluation read different documents of the text: the evaluation its first "
+        "quarter (of one document, of its characters), the calibration the rest; null: if both read this text",
+    )
     bos: bool | None = Field(
         default=None,
         description="whether each sequence begins with the beginning-of-sequence token, which counts in its length; "
@@ -90,11 +98,18 @@ class TextSource(BaseModel):
             reasons |= dict.fromkeys(("column", "chat_template"), f"{self.source} has no rows with columns")
         elif self.source == CHATS[-1]:
             reasons |= {"column": f"the columns of {self.source} are known"}
+        if not self.is_file:
+            reasons |= {"divided": f"calibration and evaluation read different texts of {self.source} already"}
         if self.stored or self.sampled:
             reasons |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
         if self.stored:
             reasons |= {"bos": f"the ids of {self.source} are not changed"}
         return reasons
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the text is a local file that is no data set."""
+        return self.source is not None and Path(self.source).suffix in FILES
 
     @property
     def stored(self) -> bool:

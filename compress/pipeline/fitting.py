@@ -166,7 +166,7 @@ def _remedies(footprint: Footprint, limit: int) -> str:
 def _shorter(footprint: Footprint, limit: int) -> Iterator[str]:
     """Yield smaller values of the calibration and of the evaluation."""
     calibration = footprint.recipe.calibration
-    sequences, length = extent(calibration, calibration.sequences, calibration.length)
+    sequences, length = extent(calibration, "calibration", calibration.sequences, calibration.length)
     for name, value in (("batch", calibration.batch), ("sequences", sequences), ("length", length)):
         tried = value // 2
         while tried >= (1 if name != "length" else 16):

@@ -82,7 +82,7 @@ class Footprint:
         self.recipe, self.opened, self.steps = self.resolved.recipe, self.resolved.opened, self.resolved.steps
         self.shapes = self.resolved.shapes
         calibration = self.recipe.calibration
-        sequences, self.length = extent(calibration, calibration.sequences, calibration.length)
+        sequences, self.length = extent(calibration, "calibration", calibration.sequences, calibration.length)
         if lists_of(self.opened.model, calibration) is not None:
             sequences = sequences or count_in(calibration, "calibration")
         else:
@@ -215,7 +215,7 @@ class Footprint:
     def _evaluation_bytes(self) -> int:
         """Return the bytes during the evaluation: the logits of one text."""
         settings = self.recipe.eval
-        length = extent(self.texts[0], None, settings.length)[1] if settings is not None and self.texts else 0
+        length = extent(self.texts[0], "test", None, settings.length)[1] if settings is not None and self.texts else 0
         return length * self.vocabulary * self.itemsize
 
     def _copies(self) -> int:

@@ -35,9 +35,9 @@ from compress.numerics.dtypes import DTYPES
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.journal import Journal
-from compress.passes.contract.passes import ModelPass, Pass, Step, chosen_linears
+from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates, chosen_linears
 from compress.pipeline.ends import check_ends
-from compress.pipeline.texts import suited
+from compress.pipeline.texts import suited, with_divided_texts
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
 from compress.sweep.capture import ModelShell
@@ -112,6 +112,7 @@ def resolve(recipe: Recipe, opened: OpenModel) -> ResolvedRecipe:
     steps, form = resolve_passes(recipe.passes, opened, format_)
     evaluation, left_out = suited(recipe.eval, opened.model)
     recipe = recipe.model_copy(update={"eval": evaluation})
+    recipe = with_divided_texts(recipe, opened.model) if calibrates(steps) else recipe
     objective = lm_objective_for(steps, opened, recipe.seed)
     return ResolvedRecipe(recipe, opened, tuple(steps), form, storage, format_, objective, sample, left_out)
 

@@ -22,6 +22,7 @@ from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.stored import weight_files
 from compress.data.ids import model_sample
+from compress.data.text_source import as_source
 from compress.errors import ModelError, RecipeError, TargetError, did_you_mean
 from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results, digest_of
@@ -102,9 +103,11 @@ def sensitivity(
     if is_headless(base) or has_two_stacks(base):
         raise ModelError(f"model: {described(base)}; the sensitivity of layers is measured on next tokens")
     fingerprint = fingerprint_of(folder, weight_files(folder))
-    examples = model_sample(base, tokenizer, text, "test", windows, length)[0]
     needed = any(step.requires.data for step in read.values())
-    calibration = model_sample(base, tokenizer, text, "calibration", *CALIBRATION)[0] if needed else None
+    source = as_source(text)
+    source = source.model_copy(update={"divided": True}) if needed and source.is_file else source
+    examples = model_sample(base, tokenizer, source, "test", windows, length)[0]
+    calibration = model_sample(base, tokenizer, source, "calibration", *CALIBRATION)[0] if needed else None
     measured: list[Sensitivity] = []
     with shown_progress(journal) if progress else nullcontext():
         reference = Reference.of(base, examples)

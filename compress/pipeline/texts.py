@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.checkpoint.opened import OpenModel
+from compress.data.dataset_rows import origin
 from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled
-from compress.data.text_source import TextSource, as_source
+from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import RecipeError
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_examples
@@ -22,6 +23,7 @@ from compress.recipe.schema import Recipe
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
 
+Text = TypeVar("Text", bound=TextSource)
 Wanted = TypeVar("Wanted", Evaluate, Evaluate | None)
 
 
@@ -46,6 +48,53 @@ def suited(settings: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str,
             raise RecipeError(f"eval {name}: {described(model)} and {reason}; leave {name} out", ("eval", name))
     note = f"{described(model)}, so {' and '.join(unanswered)} of the suite are left out"
     return settings.model_copy(update={name: unfit[name] for name in unanswered}), (note,)
+
+
+def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
+    """Return the recipe in which texts that both the calibration and the evaluation read are divided between them.
+
+    What the recipe states (`divided`) stays; `divided: false` of one part is that of the other part too.
+
+    Raises:
+        RecipeError: for a text of which the two parts read different numbers of rows.
+    """
+    evaluated, calibration = [as_source(text) for text in texts_of(recipe.eval, model)], recipe.calibration
+    texts_by_part: dict[Part, list[TextSource]] = {
+        "calibration": [text for text, _ in calibration.texts()],
+        "test": evaluated,
+    }
+    uses: dict[tuple[str, ...], dict[Part, list[TextSource]]] = {}
+    for part, texts in texts_by_part.items():
+        for text in texts:
+            if (place := origin(text, part)) is not None:
+                uses.setdefault(place, {}).setdefault(part, []).append(text)
+    divided: set[tuple[str, ...]] = set()
+    for place, parts in uses.items():
+        together = [text for texts in parts.values() for text in texts]
+        if len(parts) < len(texts_by_part) or any(text.divided is False for text in together):
+            continue
+        limits = {text.max_documents if text.dataset is not None else None for text in together}
+        if len(limits) > 1:
+            raise RecipeError(
+                f"calibration and eval read {together[0].label} with different max_documents "
+                f"({', '.join(map(str, limits))}), so it cannot be divided between them; write the same for both"
+            )
+        divided.add(place)
+    if recipe.eval is None or not divided:
+        return recipe
+
+    def stated(text: Text, part: Part) -> Text:
+        is_divided = text.divided is None and origin(text, part) in divided
+        return text.model_copy(update={"divided": True}) if is_divided else text
+
+    if calibration.mixture is None:
+        calibration = stated(calibration, "calibration")
+    else:
+        mixture = tuple(stated(text, "calibration") for text in calibration.mixture)
+        calibration = calibration.model_copy(update={"mixture": mixture})
+    key = "agreement" if is_headless(model) else "perplexity"
+    settings = recipe.eval.model_copy(update={key: tuple(stated(text, "test") for text in evaluated)})
+    return recipe.model_copy(update={"calibration": calibration, "eval": settings})
 
 
 def check_texts(recipe: Recipe, opened: OpenModel) -> None:

@@ -107,7 +107,7 @@ def count_of(step: Pass | None) -> int:
 def batches_of(resolved: ResolvedRecipe) -> float:
     """Return the number of calibration batches of a run."""
     calibration = resolved.recipe.calibration
-    sequences, _ = extent(calibration, calibration.sequences, calibration.length)
+    sequences, _ = extent(calibration, "calibration", calibration.sequences, calibration.length)
     return ceil(sequences / calibration.batch) if calibrates(resolved.steps) else 1
 
 
@@ -115,14 +115,14 @@ def window_of(resolved: ResolvedRecipe) -> int:
     """Return the tokens of an evaluation window."""
     settings = resolved.recipe.eval
     texts = texts_of(settings, resolved.opened.model)
-    return (extent(texts[0], None, settings.length)[1] if texts and settings else 0) or WINDOW
+    return (extent(texts[0], "test", None, settings.length)[1] if texts and settings else 0) or WINDOW
 
 
 def windows_of(resolved: ResolvedRecipe, unknown: list[str]) -> int:
     """Return the number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
     total, settings = 0, resolved.recipe.eval
     for text in texts_of(settings, resolved.opened.model):
-        count = extent(text, settings.windows, settings.length)[0] if settings else 0
+        count = extent(text, "test", settings.windows, settings.length)[0] if settings else 0
         if not count:
             unknown.append(f"the evaluation on all windows of {as_source(text).label}")
         total += count
@@ -150,5 +150,5 @@ def kept_file(resolved: ResolvedRecipe) -> Path:
         if step.repeats is not None and repeated(step) is not None:
             options.pop(step.repeats)  # a trial takes few steps, whatever the recipe asks for
     calibration = recipe.calibration
-    texts = calibration.batch, extent(calibration, 1, calibration.length)[1], window_of(resolved)
+    texts = calibration.batch, extent(calibration, "calibration", 1, calibration.length)[1], window_of(resolved)
     return Path(HF_HOME) / KEPT / f"{digest_of(machine, versions, shapes, passes, texts)}.json"

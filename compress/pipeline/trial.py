@@ -125,7 +125,7 @@ class Bench:
         short = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in names.items()}
         mine = [(label, step, [short[name] for name in names if name in short]) for label, step, names in steps]
         calibration = resolved.recipe.calibration
-        sequences, length = extent(calibration, calibration.sequences, calibration.length)
+        sequences, length = extent(calibration, "calibration", calibration.sequences, calibration.length)
         batch = min(calibration.batch, sequences) if calibrates(steps) else 1
         return cls(resolved, model, [step for step in mine if step[2]], batch, measured_tokens(steps, length))
 

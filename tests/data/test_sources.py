@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compress.data import ids as ids_of
 from compress.data import self_sampling, sources
 from compress.data.text_source import Part
+from compress.data.tokenization import token_stream
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import Examples
 
@@ -78,9 +80,10 @@ def test_calibration_draws_whole_windows_once(data, length, seed):
     cut = ids_of.windows(stream, length)
     sequences = data.draw(st.integers(1, len(cut)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ids_of, "read_texts", lambda *_: sources.Texts([]))
-        patch.setattr(ids_of, "token_stream", lambda *_: stream)
-        ids = ids_of.token_ids("embedded", "calibration", object(), sequences, length, seed)
+        patch.setattr(ids_of, "read_pieces", lambda *_: iter(()))
+        patch.setattr(ids_of, "encode", lambda *_: iter([(0, stream.tolist())]))
+        tokenizer = SimpleNamespace(eos_token_id=None)
+        ids = ids_of.token_ids("embedded", "calibration", tokenizer, sequences, length, seed)
     assert ids.shape == (sequences, length)
     assert len(ids.unique()) == sequences * length
     assert {tuple(row) for row in ids.tolist()} <= {tuple(row) for row in cut.tolist()}
@@ -102,17 +105,17 @@ def test_test_ids_are_the_text_from_its_start(tokenizer):
 
 def test_documents_are_joined_by_the_end_token(tokenizer):
     a, b, end = tokenizer("one text").input_ids, tokenizer("two").input_ids, tokenizer.eos_token_id
-    assert ids_of.token_stream(["one text", "two"], tokenizer).tolist() == [*a, end, *b]
+    assert token_stream(["one text", "two"], tokenizer).tolist() == [*a, end, *b]
     plain = AutoTokenizer.from_pretrained(PICO)
     plain.eos_token = None
-    assert ids_of.token_stream(["one text", "two"], plain).tolist() == [*a, *b]
-    assert ids_of.token_stream([], tokenizer).tolist() == []
+    assert token_stream(["one text", "two"], plain).tolist() == [*a, *b]
+    assert token_stream([], tokenizer).tolist() == []
 
 
 def test_long_documents_are_tokenized_without_a_warning(caplog, monkeypatch):
     fresh = AutoTokenizer.from_pretrained(PICO)  # transformers warns once per tokenizer
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    ids = ids_of.token_stream(["word " * 5 * fresh.model_max_length], fresh)
+    ids = token_stream(["word " * 5 * fresh.model_max_length], fresh)
     assert len(ids) > fresh.model_max_length
     assert not caplog.records
 

@@ -25,8 +25,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from compress.data.ids import token_ids, token_stream
+from compress.data.ids import token_ids
 from compress.data.sources import embedded_text, text_sha256
+from compress.data.tokenization import token_stream
 
 MODEL = Path(__file__).parent / "model"
 END = "<|endoftext|>"

@@ -134,7 +134,9 @@ def test_the_report_says_what_was_read(pico, rows, tmp_path):
     assert (chats["template"], chats["packing"], chats["max_tokens_per_document"]) == (str(template), False, 64)
     talk = f"user> {'word ' * 30}\nassistant> {'another ' * 30}\n"
     pair = f"user> {'a ' * 60}\nassistant> {'b ' * 60}\n"
-    assert chats["sha256"] == text_sha256([talk, pair] * 4) and chats["tokens"] == 8 * 64
+    assert chats["sha256"] == text_sha256([talk, pair] * 4) and chats["tokens"] == 6 * 64
+    assert chats["share"] == {"unit": "documents", "start": 2, "stop": 8, "of": 8}
+    assert [use["share"] for use in evaluated] == [None, {"unit": "documents", "start": 0, "stop": 2, "of": 8}]
     assert [(use["text"], use["part"], use["sequences"]) for use in evaluated] == [
         ("embedded", "test", 2),
         (rows, "test", 2),
@@ -142,10 +144,12 @@ def test_the_report_says_what_was_read(pico, rows, tmp_path):
     assert [text["text"] for text in report["perplexity"]] == ["embedded", rows]
     page = (tmp_path / "out" / "report.md").read_text()
     assert (
-        f"| calibration text | {rows}, completion, conversations, 8 documents, 512 tokens, one document per seq" in page
+        f"| calibration text | {rows}, completion, conversations, documents 3 to 8 of 8, 384 tokens, one document per seq"
+        in page
     )
     assert f"chat template: {template}" in page and chats["sha256"] in page
     again = compress.Recipe.from_yaml(tmp_path / "out" / "recipe.yaml")
-    assert again == asked
+    assert again.calibration.mixture[1].divided and again.eval.perplexity[1].divided
+    assert again.calibration.mixture[0] == asked.calibration.mixture[0] and again.passes == asked.passes
     ids, _ = calibration_examples(again, open_model(pico))
     assert ids.sha256() == report["reproduce"]["calibration_sha256"]

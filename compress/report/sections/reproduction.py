@@ -43,16 +43,23 @@ def recipe_of(result: RunResult) -> str:
 def described(text: TextUse) -> str:
     """Describe a text: name, forms of its rows, sizes, chat template, digest."""
     facts = [text.text, *text.forms]
-    if text.documents is not None:
-        facts.append(f"{text.documents} documents" + (f" ({text.skipped} blank rows skipped)" if text.skipped else ""))
-        facts.append(f"{text.tokens} tokens" + ("" if text.packing else ", one document per sequence"))
+    skipped = f" ({text.skipped} blank rows skipped)" if text.skipped else ""
+    if text.share is not None:
+        facts.append(f"{text.share.text}{skipped}")
+    elif text.documents is not None:
+        facts.append(f"{text.documents} documents{skipped}")
+    if text.tokens is not None:
+        facts.append(f"{text.tokens} tokens")
+    if text.packing is False:
+        facts.append("one document per sequence")
     if text.max_tokens_per_document is not None:
         facts.append(f"at most {text.max_tokens_per_document} tokens per document")
     if text.bos:
         facts.append("each sequence begins with the beginning-of-sequence token")
     if text.template is not None:
         facts.append(f"chat template: {text.template}")
-    return ", ".join([*facts, f"{text.sequences} sequences of {text.length} tokens", f"sha256 {text.sha256}"])
+    digest = "sha256" if text.share is None else "sha256 of the whole text"
+    return ", ".join([*facts, f"{text.sequences} sequences of {text.length} tokens", f"{digest} {text.sha256}"])
 
 
 def rows(result: RunResult) -> list[tuple[str, str]]:

@@ -155,6 +155,6 @@ def print_evaluation(comparison: Comparison) -> None:
         print_table(title, head, rows)
         title = ""
     for note in comparison.notes:
-        echo(f"note: {note}")
+        echo(note if note.startswith("warning: ") else f"note: {note}")
     for name, reason in comparison.failed.items():
         echo(f"failed: {name}: {reason}")

@@ -28,9 +28,17 @@ from compress.models.kinds.contract import text_config, text_lengths
 from compress.models.kinds.kinds import adapter_of, described
 from compress.models.structure.ends import vocabulary_size
 
-POOL, POOL_CHARACTERS = 1 << 20, 64
+POOL, POOL_CHARACTERS = 1 << 21, 64
 """Calibration sequences are drawn from pieces of a text with so many characters, and so many for each of their tokens:
 about 16 times as many tokens as are drawn. A text with fewer characters is read whole."""
+
+
+DRAWN_BYTES = 6
+"""Memory of each character of the pieces that are drawn, and of its tokens."""
+TOKEN_CHARACTERS = 3
+"""Characters of a token, fewer than in most languages."""
+FILE_FACTOR = 4
+"""Memory of the objects of a .json file, which is read whole, for each of its bytes."""
 
 
 class TextUse(BaseModel):
@@ -261,6 +269,26 @@ class TextReading:
 def pool_characters(tokens: int) -> int:
     """The characters of the pieces from which calibration sequences of so many tokens are drawn."""
     return max(POOL, tokens * POOL_CHARACTERS)
+
+
+def reading_bytes(source: TextSource, part: Part, sequences: int | None, length: int | None) -> int:
+    """Estimate the memory in which a text is read and cut into sequences, beyond that for a text of `POOL` characters.
+
+    That is 35 MB, measured with a byte-level tokenizer, and part of the memory of libraries. The ids of a sequence take
+    8 bytes each in the text, in the sequence and in the example that it becomes.
+
+    Raises:
+        CalibrationError: for a file that cannot be read.
+    """
+    check_source(source, part)
+    count, width = extent(source, part, sequences, length)
+    if source.stored or source.sampled:
+        return 3 * 8 * count * width
+    size_bytes = Path(str(source.source)).stat().st_size if source.is_file else pool_characters(count * width)
+    whole_file = FILE_FACTOR * size_bytes if Path(str(source.source)).suffix == ".json" else 0
+    if part == "calibration" and count:
+        return DRAWN_BYTES * max(0, min(size_bytes, pool_characters(count * width)) - POOL) + whole_file
+    return 3 * 8 * (count * width or size_bytes // TOKEN_CHARACTERS) + whole_file
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

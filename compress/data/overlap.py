@@ -16,6 +16,7 @@ from compress.models.kinds.batch import IDS, IGNORED, TEXTS, Batch, Examples
 
 RUN = 32
 """Tokens of a run. Shorter ones occur in different texts by chance; a longer one misses a short excerpt."""
+SHORTEST = 16
 DISTINCT = 4
 """A run with fewer different tokens than one in so many is a filler, such as a line of dashes, and no overlap."""
 SKETCH = 4096
@@ -73,7 +74,9 @@ class CalibrationRuns:
         """Return at most about `SKETCH` of the hashes, chosen by their values, so that any text can be looked up."""
         one_in = max(1, -(-len(self.hashes) // SKETCH))
         chosen = self.hashes[self.hashes % np.uint64(one_in) == 0]
-        return CalibrationSketch(run=self.run, one_in=one_in, hashes=base64.b64encode(chosen.astype("<u8")).decode())
+        return CalibrationSketch(
+            run=self.run, one_in=one_in, hashes=base64.b64encode(chosen.astype("<u8").tobytes()).decode()
+        )
 
     def share_of(self, evaluation: Examples) -> float:
         """Return the share of the evaluation tokens that belong to runs of the calibration.
@@ -112,17 +115,18 @@ class CalibrationRuns:
         return self.hashes[places] == hashes
 
 
-def overlaps(calibration: Examples, evaluation: Examples) -> float:
+def overlap_of(calibration: Examples, evaluation: Examples) -> float:
     """Return the share of evaluation tokens that calibration has read in runs of `RUN` tokens.
 
-    Runs are shorter where all sequences of one of the two are.
+    Runs are shorter, but not below `SHORTEST`, where all sequences of one of the two are.
 
     Args:
         calibration: What the passes have read.
         evaluation: Windows of an evaluation text.
     """
-    longest = (max((len(t) for e in examples for t in texts_in(e)), default=RUN) for examples in (calibration, evaluation))
-    return CalibrationRuns.of(calibration, min(RUN, *longest)).share_of(evaluation)
+    lengths = [[len(text) for e in examples for text in texts_in(e)] for examples in (calibration, evaluation)]
+    run = min(RUN, *(max(part, default=RUN) for part in lengths))
+    return CalibrationRuns.of(calibration, max(SHORTEST, run)).share_of(evaluation)
 
 
 def run_hashes(ids: NDArray[np.int64], run: int) -> Hashes:

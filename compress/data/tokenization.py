@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -14,8 +15,6 @@ from compress.data.pieces import PIECE, Piece
 
 CONTEXT = 1 << 10
 """Characters on both sides of a cut in a long document: the tokens at the cut are those of the whole document."""
-CHARACTER_BYTES = 200
-"""Memory of a tokenizer for each character of a piece, measured with byte-level and SentencePiece tokenizers."""
 
 
 def encode(
@@ -80,7 +79,8 @@ def _long(pieces: Iterator[Piece], tokenizer: PreTrainedTokenizerBase, limit: in
 
 def join(encoded: Iterable[tuple[int, Sequence[int]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
     """Yield the ids of documents, and the end-of-text token between two documents if there is one."""
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end_of_text: Any = tokenizer.eos_token_id
+    between: list[int] = [] if end_of_text is None else [end_of_text]
     previous = None
     for document, ids in encoded:
         if previous is not None and document != previous:

@@ -52,6 +52,7 @@ class TextAgreement(Record):
         sha256: Of the token ids.
         compared: What is compared.
         measures: By the keys of `MEASURE_WORDS`, the most important first.
+        overlap: As of `TextQuality`.
     """
 
     text: str
@@ -60,6 +61,7 @@ class TextAgreement(Record):
     sha256: str
     compared: Compared
     measures: dict[str, Measure]
+    overlap: float | None = None
 
     @property
     def main(self) -> tuple[MeasureWords, Measure]:
@@ -159,7 +161,8 @@ class Agreement(Evaluator):
                     results.put([(key(index), answer(model, examples[index], index, compared, context.pooling))])
                     report_progress(count, len(missing))
 
-            texts[name] = {**facts, "compared": compared, "answers": results.fill(range(len(examples)), key, compute)}
+            answers = results.fill(range(len(examples)), key, compute)
+            texts[name] = {**facts, "compared": compared, "answers": answers, "overlap": context.overlaps.get(name)}
         return texts
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> list[dict[str, Any]] | None:

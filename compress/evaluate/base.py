@@ -42,6 +42,7 @@ class EvaluationContext:
         base: Source of the base model; None outside of a run.
         pooling: How embeddings are computed from hidden states.
         title: The model's name in messages of progress; empty: by `role`.
+        overlaps: Share of the tokens of each text that the calibration of the compressed model has read, by name.
         copies_bytes: Limit of memory for the copies that kernels make of packed weights (`inference.copies_within`).
     """
 
@@ -57,6 +58,7 @@ class EvaluationContext:
     store: Store = field(default_factory=Store)
     pooling: Pooling = "mean"
     title: str = ""
+    overlaps: Mapping[str, float] = field(default_factory=dict)
     copies_bytes: int = sys.maxsize
 
     @property
@@ -112,6 +114,14 @@ class Evaluator(BaseModel, ABC):
     def summary(self, result: Any) -> list[SummaryRow]:
         """Return the rows of the report's table of size and quality for a result of `result_type`."""
         return []
+
+
+def overlap_in_words(text: str, overlap: float) -> str:
+    """Describe which share of an evaluation text the calibration of the model has read."""
+    return (
+        f"calibration has read {overlap:.1%} of the evaluation tokens of {text}, so its figures flatter the model; "
+        "evaluate on a text that calibration does not read"
+    )
 
 
 def plus_minus(value: float, error: float | None, form: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
 from compress.checkpoint.opened import OpenModel
 from compress.data.ids import TextUse
+from compress.data.overlap import CalibrationRuns
 from compress.evaluate.result import Predicted, Reproduction, RunResult, Sizes, Verification
 from compress.native.library import instruction_set
 from compress.numerics.dtypes import dtype_name
@@ -118,8 +119,7 @@ def reproduction(
     run: Run,
     fingerprint: str,
     code: Mapping[str, str],
-    calibration_sha256: str,
-    texts: Sequence[TextUse] = (),
+    texts: Sequence[TextUse],
 ) -> Reproduction:
     """Collect everything that determines the bytes of a checkpoint.
 
@@ -129,14 +129,17 @@ def reproduction(
         run: The run.
         fingerprint: Digest of the run, of its manifest.
         code: Digests of the sources of passes, of its manifest.
-        calibration_sha256: Digest of the calibration data.
         texts: Texts of calibration and evaluation.
     """
+    calibration = run.calibration
+    assert calibration is not None
+    reads = any(step.requires.data for step in recipe.passes)
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),
         fingerprint=fingerprint,
         code=dict(code),
-        calibration_sha256=calibration_sha256,
+        calibration_sha256=calibration.sha256(),
+        calibration_runs=CalibrationRuns.of(calibration).sketch() if reads else None,
         texts=list(texts),
         compute_dtype=dtype_name(opened.dtype),
         storage_dtype=dtype_name(run.storage),

@@ -69,6 +69,7 @@ class TextQuality(Record):
         compressed: Score of the measured model.
         difference: Paired by window.
         divergence: Of the measured model from the base.
+        overlap: Share of its tokens that the calibration of the model has read; None if that is unknown.
     """
 
     text: str
@@ -80,6 +81,7 @@ class TextQuality(Record):
     compressed: Score
     difference: Difference | None = None
     divergence: Divergence | None = None
+    overlap: float | None = None
 
 
 def perplexity(
@@ -180,6 +182,7 @@ class Perplexity(Evaluator):
                 **facts,
                 "score": score_of(windows, lm_objective.predicts).model_dump(),
                 "divergence": divergence,
+                "overlap": context.overlaps.get(name),
             }
         return measured
 

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 import compress.evaluate as evaluators  # discovers its evaluators by importing this folder, so they are read later
 from compress.data.ids import TextUse
+from compress.data.overlap import CalibrationSketch
 from compress.evaluate.agreement import TextAgreement
 from compress.evaluate.base import Record
 from compress.evaluate.perplexity import TextQuality
@@ -194,6 +195,8 @@ class Reproduction(Record):
         fingerprint: Digest of the run.
         code: sha256 of the source of each pass by its key, and of this package; 'unknown' without a source.
         calibration_sha256: Digest of the calibration data.
+        calibration_runs: Hashes of runs of the calibration tokens, to find them in other texts; None without
+            calibration.
         texts: Texts of calibration and evaluation.
         compute_dtype: Dtype of computation.
         storage_dtype: Dtype of stored tensors.
@@ -209,6 +212,7 @@ class Reproduction(Record):
     fingerprint: str
     code: dict[str, str] = Field(default_factory=dict)
     calibration_sha256: str
+    calibration_runs: CalibrationSketch | None = None
     texts: list[TextUse] = []
     compute_dtype: str
     storage_dtype: str

@@ -21,9 +21,9 @@ from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.text_source import as_source
-from compress.errors import ModelError
+from compress.errors import ModelError, one_line
 from compress.evaluate import EVALUATORS, combine_all, measure_one
-from compress.evaluate.base import EvaluationContext
+from compress.evaluate.base import EvaluationContext, overlap_in_words
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.result import Comparison, ModelResult
 from compress.evaluate.store import Store, digest_of
@@ -39,6 +39,7 @@ from compress.pipeline.progress import shown_progress
 from compress.pipeline.texts import suited
 from compress.pipeline.texts import texts_of as requested_texts
 from compress.recipe.evaluation import Evaluate
+from compress.report.write import ReportError, calibration_runs_of
 from compress.sweep.capture import ModelShell
 from compress.version import __version__
 
@@ -125,6 +126,7 @@ def evaluate_models(
                     raise headless_error(model, source)
             else:
                 check_same(model, tokenizer, source, common, order[0])
+            overlaps = recorded_overlaps(folder, source, common.texts, journal)
             context = EvaluationContext(
                 Run(compute_device, model.dtype, journal=journal),
                 texts=common.texts,
@@ -133,6 +135,7 @@ def evaluate_models(
                 store=store,
                 pooling=pooling,
                 title=source,
+                overlaps=overlaps,
                 copies_bytes=copies_limit(available_bytes(compute_device)),
             )
             size_bytes = sum(path.stat().st_size for path in weight_files(folder))
@@ -194,7 +197,10 @@ class MeasuredModels:
 
     def comparison(self) -> Comparison:
         """Return the results of all models."""
-        notes = [f"{entry.where}: {entry.message}" for entry in self.journal.entries]
+        notes = [
+            f"{'warning: ' if entry.kind == 'warning' else ''}{entry.where}: {entry.message}"
+            for entry in self.journal.entries
+        ]
         return Comparison(compress=__version__, base=self.base, settings=self.settings, models=self.models, notes=notes)
 
     @contextmanager
@@ -209,6 +215,29 @@ class MeasuredModels:
             if on_failure is not None and self.models:
                 on_failure(self.comparison())
             raise
+
+
+def recorded_overlaps(folder: Path, source: str, texts: Mapping[str, Examples], journal: Journal) -> dict[str, float]:
+    """Return the share of the tokens of each text that the calibration of a checkpoint has read, by its report.
+
+    Args:
+        folder: Folder of the checkpoint.
+        source: Its name in messages.
+        texts: Windows of the evaluation texts by name.
+        journal: Receives a warning for each text of which it has read tokens.
+    """
+    try:
+        sketch = calibration_runs_of(folder)
+    except ReportError as error:
+        journal.add("note", source, f"it is unknown which texts its calibration has read: {one_line(error)}")
+        return {}
+    if sketch is None:
+        return {}
+    shares = {name: sketch.runs().share_of(windows) for name, windows in texts.items()}
+    for name, share in shares.items():
+        if share:
+            journal.add("warning", source, overlap_in_words(name, share))
+    return shares
 
 
 def _suited(settings: Evaluate, model: PreTrainedModel, journal: Journal) -> Evaluate:

@@ -130,7 +130,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     )
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
-    reproduce = reproduction(recipe, opened, run, *digests, job.examples.sha256(), job.uses)
+    reproduce = reproduction(recipe, opened, run, *digests, job.uses)
     report = run_result(opened, run, folder, checkpoint, passes, measured.combined(), reproduce)
     write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder, manifest.staged)
@@ -187,5 +187,6 @@ def evaluation_context(job: Job) -> EvaluationContext:
         store=store,
         base=job.recipe.model,
         pooling=pooling_in(job.opened.side_files),
+        overlaps=job.overlaps,
         copies_bytes=fit.copies_bytes,
     )

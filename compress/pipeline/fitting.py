@@ -15,7 +15,9 @@ from compress.pipeline.footprint import EVALUATION, MB, Footprint, Need
 from compress.pipeline.readers import OWN, not_asked
 from compress.pipeline.resolve import ResolvedRecipe
 
-LIBRARIES_BYTES = 600 * 10**6  # torch, transformers and what they import, with what the allocator keeps of freed memory
+LIBRARIES_BYTES = (
+    600 * 10**6
+)  # torch, transformers and what they import, a piece of text, and freed memory that the allocator keeps
 SMALLEST_STORE = 1 << 24
 MMAP_THRESHOLD = -3  # glibc, malloc.h: M_MMAP_THRESHOLD
 SEPARATE_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.checkpoint.save import outside_dense
-from compress.data.ids import extent
+from compress.data.ids import extent, reading_bytes
 from compress.data.listed import count_in, lists_of
 from compress.data.text_source import TextSource, as_source
 from compress.layers.scheme import LayerScheme
@@ -37,7 +37,7 @@ from compress.train.options import TrainingOptions
 NARROW, WIDE = 3, 3
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 MB = 1e6
-EVALUATION = "evaluation"
+EVALUATION, TEXTS = "evaluation", "reading texts"
 
 Before = Callable[[int, str], LayerScheme]
 """(number of a step, full name of a linear) -> the storage scheme of the linear before that step."""
@@ -105,7 +105,7 @@ class Footprint:
     def _listed_bytes(self, calibrated: int) -> int:
         """Bytes of the examples of lists: those of the calibration, of its batches, and of the evaluation.
 
-        Token ids of texts are small and not counted.
+        Token ids of texts are counted by `_text_bytes`.
         """
         model, windows = self.opened.model, None if self.recipe.eval is None else self.recipe.eval.windows
         size = adapter_of(model).feature_bytes(model, self.lengths[-1])
@@ -114,6 +114,19 @@ class Footprint:
         evaluated = sum(counts if windows is None else (min(count, windows) for count in counts))
         calibrated = calibrated if lists_of(model, self.recipe.calibration) is not None else 0
         return (calibrated + evaluated) * size
+
+    def _text_bytes(self) -> int:
+        """The largest memory in which one text is read and tokenized; lists of files are counted by `_listed_bytes`."""
+        settings, calibration, model = self.recipe.eval, self.recipe.calibration, self.opened.model
+        sizes = [
+            reading_bytes(text, "calibration", count, calibration.length)
+            for text, count in calibration.texts()
+            if lists_of(model, text) is None
+        ]
+        if settings is not None:
+            texts = [as_source(text) for text in self.texts if lists_of(model, as_source(text)) is None]
+            sizes += [reading_bytes(text, "test", settings.windows, settings.length) for text in texts]
+        return max(sizes, default=0)
 
     @property
     def states_bytes(self) -> int:
@@ -131,7 +144,7 @@ class Footprint:
         rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
         always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
-        needs = [Need(EVALUATION, whole_ends | evaluated)]
+        needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]
         if has_model_pass:
             always["all blocks"] = self._all_blocks()
         for i, (label, step, names) in enumerate(self.steps):

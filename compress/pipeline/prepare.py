@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
 from compress.data.ids import TextUse
+from compress.evaluate.base import overlap_in_words
 from compress.evaluate.store import digest_of
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.batch import Examples
 from compress.passes.contract.context import Run, device_of
 from compress.passes.contract.journal import Journal
+from compress.passes.contract.passes import calibrates
 from compress.passes.contract.processes import ALONE, Processes
 from compress.pipeline.checkpoint import Manifest, open_folder
 from compress.pipeline.divide import check_divided, check_same_inputs
@@ -24,7 +26,7 @@ from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.resolve import ResolvedRecipe, resolve, run_of
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
-from compress.pipeline.texts import calibration_examples, eval_examples
+from compress.pipeline.texts import calibration_examples, eval_examples, overlaps_of
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
 from compress.sweep.quantized_embeddings import quantize_embeddings
@@ -36,7 +38,8 @@ class Job:
 
     examples: for the calibration. texts: windows of the evaluation by name, which are read first: errors come early.
     stated: the files that state the recipe, by name. source_bytes: of the weight files of the model as given. uses:
-    what was read for calibration and evaluation. accept: see `Shards`.
+    what was read for calibration and evaluation. overlaps: the share of the tokens of each evaluation text that
+    calibration reads, by name. accept: see `Shards`.
     """
 
     resolved: ResolvedRecipe
@@ -48,6 +51,7 @@ class Job:
     stated: dict[str, str]
     source_bytes: int | None
     uses: tuple[TextUse, ...] = ()
+    overlaps: Mapping[str, float] = field(default_factory=dict)
     accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
 
     @property
@@ -104,6 +108,10 @@ def prepare(
     texts = {use.text: windows for windows, use in evaluated}
     with run.phase("calibration text"):
         examples, uses = calibration_examples(recipe, opened)
+    overlaps = overlaps_of(texts, examples) if calibrates(resolved.steps) else {}
+    for name, share in overlaps.items():
+        if share:
+            journal.add("warning", "eval", overlap_in_words(name, share))
     fingerprint, code = identity(recipe, opened.fingerprint, examples.sha256())
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
@@ -120,7 +128,7 @@ def prepare(
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
     run, uses = replace(run, calibration=examples), (*uses, *(use for _, use in evaluated))
-    return Job(resolved, run, planned, examples, texts, manifest, recorded, given_bytes, uses, accept)
+    return Job(resolved, run, planned, examples, texts, manifest, recorded, given_bytes, uses, overlaps, accept)
 
 
 def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:

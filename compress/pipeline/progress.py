@@ -57,8 +57,8 @@ class ProgressDisplay:
         self._bar.stop()
 
     def hear(self, entry: JournalEntry) -> None:
-        """Show an entry of the journal: a fallback, or progress."""
-        if entry.kind == "fallback":
+        """Show an entry of the journal: a warning, a fallback, or progress."""
+        if entry.kind in ("warning", "fallback"):
             self._console.print(f"{entry.kind}: {entry.where}: {entry.message}")
         if entry.kind != "progress":
             return

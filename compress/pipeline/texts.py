@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.data.dataset_rows import origin
 from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
+from compress.data.overlap import overlap_of
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import RecipeError
@@ -77,7 +79,7 @@ def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
         if len(limits) > 1:
             raise RecipeError(
                 f"calibration and eval read {together[0].label} with different max_documents "
-                f"({', '.join(map(str, limits))}), so it cannot be divided between them; write the same for both"
+                f"({', '.join(sorted(map(str, limits)))}), so it cannot be divided; write the same for both"
             )
         divided.add(place)
     if recipe.eval is None or not divided:
@@ -138,6 +140,11 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
         ids = self_sampled(model, tokenizer, count or 64, length or 512, recipe.seed, prefix=prefix)
         examples = adapter_of(model).of_ids(model, ids)
     return examples, TextUse.of_examples(text.label, "calibration", examples, bos=len(prefix) > 0)
+
+
+def overlaps_of(texts: Mapping[str, Examples], calibration: Examples) -> dict[str, float]:
+    """Return the share of the tokens of each evaluation text that the calibration has read (`overlap_of`)."""
+    return {name: overlap_of(calibration, windows) for name, windows in texts.items()}
 
 
 def eval_examples(recipe: Recipe, opened: OpenModel) -> list[Sample]:

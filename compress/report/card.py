@@ -25,6 +25,7 @@ from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
 from compress.report.sections import size_and_quality
 from compress.report.sections.base import table
+from compress.report.verdict import overlap_warnings
 from compress.version import __version__
 
 FILE = "README.md"
@@ -75,6 +76,7 @@ def card(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, 
         f"{base}, compressed by compress {report.compress} with {steps}. The checkpoint was read back and compared "
         "with the computed model before this card was written; the figures below are those of the stored checkpoint.",
         f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
+        *(f"**{text}.**" for text in overlap_warnings(report)),
         f"## Use\n\n{_use(report, facts)}",
         f"## Recipe\n\n`compress run recipe.yaml` makes this checkpoint again. {_conditions(report)}\n\n"
         f"```yaml\n{recipe}```",

@@ -13,7 +13,7 @@ from compress.report.comparison import without_empty_columns
 from compress.report.page.blocks import Items, Prose, TextTable
 from compress.report.page.numbers import upper_first
 from compress.report.page.render import PageSection, page
-from compress.report.verdict import of_loss
+from compress.report.verdict import of_loss, overlap_warnings
 from compress.report.write import FILE, ReportError, read_report
 
 HEAD = ("model", "MB", "smaller", "loss - base", "KL", "top-1", "tasks, mean difference", "front")
@@ -96,7 +96,7 @@ def variant_of(source: str, size_bytes: int, base_bytes: int, measured: Measurem
         kl_stderr=None if divergence is None else divergence.stderr,
         agreement=None if divergence is None else divergence.agreement,
         tasks=_mean_of_tasks(measured.evaluations.get("tasks")),
-        verdict=of_loss(text, difference),
+        verdict="; ".join([of_loss(text, difference), *overlap_warnings(measured)[:1]]),
     )
 
 

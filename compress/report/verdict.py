@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
+from compress.evaluate.base import overlap_in_words
 from compress.evaluate.perplexity import Difference, TextQuality
 from compress.evaluate.result import Measurements, RunResult
 from compress.evaluate.speed import SpeedResult
@@ -27,6 +28,12 @@ def of_loss(text: TextQuality, change: Difference) -> str:
 def outcome_with_reason(verdict: Verdict) -> str:
     """Return the outcome and, if there is one, its reason in brackets."""
     return f"{verdict.outcome} ({verdict.reason})" if verdict.reason else verdict.outcome
+
+
+def overlap_warnings(measured: Measurements) -> list[str]:
+    """Return a warning for each text of which the calibration of the model has read tokens."""
+    texts = [(text.text, text.overlap) for text in (*measured.texts, *measured.agreements)]
+    return [f"Warning: {overlap_in_words(name, overlap)}" for name, overlap in texts if overlap]
 
 
 def faster(measured: Measurements) -> float | None:
@@ -82,7 +89,7 @@ def headline(result: RunResult) -> str:
         parts.append(in_sentences(result.agreements[0])[0])
     else:
         parts.append("the quality was not measured")
-    return ", ".join(parts) + "."
+    return " ".join([", ".join(parts) + ".", *(f"{text}." for text in overlap_warnings(result))])
 
 
 def compared_verdict(text: TextQuality) -> Verdict:
@@ -106,8 +113,9 @@ def of_result(result: RunResult) -> list[str]:
     """Return the verdict on a run: sentences for size and loss, for the divergence, and for the tasks."""
     size = size_in_words(result, x_smaller)
     compared = [(text, text.difference) for text in result.texts if text.difference is not None]
+    warnings = overlap_warnings(result)
     if not compared and result.agreements:
-        return _of_agreement(size, result.agreements) + of_tasks(result)
+        return _of_agreement(size, result.agreements) + warnings + of_tasks(result)
     if not compared:
         return [f"{size}; the quality was not measured (eval: null)"]
     sentences = [f"{size}; {of_loss(text, change)}, on {text.text}" for text, change in compared]
@@ -117,6 +125,7 @@ def of_result(result: RunResult) -> list[str]:
         for text, _ in compared
         if text.divergence is not None
     ]
+    sentences += warnings
     rate = faster(result)
     if rate is not None:
         sentences.append(f"decodes {rate:.2f}x as fast as the base model (one sequence)")

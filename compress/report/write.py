@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from compress.checkpoint.containers.files import write_json, write_text
+from compress.data.overlap import CalibrationSketch
 from compress.errors import UserError
 from compress.evaluate.result import RunResult
 from compress.recipe.sensitivities import FILE as SENSITIVITY
@@ -35,6 +36,15 @@ def read_report(folder: Path) -> RunResult:
     except (OSError, ValueError, ValidationError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ReportError(f"{path}: no readable report ({reason}); name the output folder of compress run") from error
+
+
+def calibration_runs_of(folder: Path) -> CalibrationSketch | None:
+    """Read what the calibration of a checkpoint has read from the report in its folder; None if it states none.
+
+    Raises:
+        ReportError: for a report that cannot be read.
+    """
+    return read_report(folder).reproduce.calibration_runs if (folder / FILE).exists() else None
 
 
 def sensitivity_of(folder: Path, fingerprint: str) -> Sensitivities | None:

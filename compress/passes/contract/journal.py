@@ -20,9 +20,10 @@ class JournalEntry:
     """One line of the journal.
 
     Attributes:
-        kind: 'fallback' (a deviation from the recipe), 'note', or a kind that is not recorded: 'progress'; 'block' (a
-            finished block is on disk, a killed run continues after it; message: its name); 'segment' (the whole model
-            is on disk between two segments of the run; message: the last pass that worked on it).
+        kind: 'warning' (the evidence flatters the model), 'fallback' (a deviation from the recipe), 'note', or a kind
+            that is not recorded: 'progress'; 'block' (a finished block is on disk, a killed run continues after it;
+            message: its name); 'segment' (the whole model is on disk between two segments of the run; message: the last
+            pass that worked on it).
         where: the pass and module concerned.
         figures: the numbers of the message.
     """

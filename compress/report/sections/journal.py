@@ -13,6 +13,8 @@ from compress.report.sections.base import Section
 
 SHOWN = 2000  # places of one message, as of the experts of a large model
 QUIET = "No fallbacks and no notes."
+ALERTS = ("warning", "fallback")
+"""Kinds of entries that come first."""
 
 
 class JournalSection(Section):
@@ -26,7 +28,7 @@ class JournalSection(Section):
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
         groups = [JournalItem(kind, message, _shortened(places)) for (kind, message), places in grouped(result).items()]
-        ordered = sorted(groups, key=lambda group: group.kind != "fallback")
+        ordered = sorted(groups, key=lambda group: ALERTS.index(group.kind) if group.kind in ALERTS else len(ALERTS))
         return ordered or [Prose(QUIET)]
 
 

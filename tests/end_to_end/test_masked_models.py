@@ -47,7 +47,7 @@ def words(tmp_path_factory):
 @pytest.fixture
 def asked(recipe, folder, words):
     """asked(*passes, **options): a recipe for the folder's model."""
-    text = compress.Calibration(source=words, sequences=8, length=24)
+    text = compress.Calibration(source=words, sequences=8, length=24, divided=False)
     measured = compress.Evaluate(perplexity=(words,), windows=8, length=24)
 
     def build(*passes, **options):

@@ -50,7 +50,7 @@ def recordings(tmp_path_factory):
 @pytest.fixture
 def asked(recipe, folder, recordings):
     """asked(*passes, **options): a recipe for the model."""
-    text = Calibration(source=recordings, sequences=6, batch=2)
+    text = Calibration(source=recordings, sequences=6, batch=2, divided=False)
     measured = Evaluate(perplexity=(recordings,), windows=6)
 
     def build(*passes, **options):
@@ -151,7 +151,9 @@ def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
     planned = compress.plan(asked(GPTQ(**INT4)), time=True)
     report = compress.run(asked(GPTQ(**INT4)), tmp_path).report
     assert planned.checkpoint_bytes == report["predicted"]["tensor_bytes"]
-    every = compress.plan(asked(GPTQ(**INT4), calibration=Calibration(source=recordings, sequences=None, length=None)))
+    every = compress.plan(
+        asked(GPTQ(**INT4), calibration=Calibration(source=recordings, sequences=None, length=None, divided=False))
+    )
     for fit in (planned.fit, every.fit):
         parts = [need.parts for need in fit.needs if "decoder" in need.where]
         assert any(part.get("outputs of the stack before") == 6 * 12 * 32 * 4 for part in parts)

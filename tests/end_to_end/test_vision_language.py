@@ -78,7 +78,7 @@ def test_from_a_list_of_pictures_to_a_checkpoint(folder, pictures, recipe, tmp_p
     asked = recipe(
         GPTQ(**INT4),
         model=folder,
-        calibration=Calibration(source=pictures, sequences=4, length=32, batch=2),
+        calibration=Calibration(source=pictures, sequences=4, length=32, batch=2, divided=False),
         eval=Evaluate(perplexity=(pictures,), windows=4, length=32),
         save={"format": "native"},
     )
@@ -124,7 +124,7 @@ def test_the_plan_counts_pixels(folder, pictures, recipe):
     asked = recipe(
         GPTQ(**INT4),
         model=folder,
-        calibration=Calibration(source=pictures, sequences=4, length=32, batch=2),
+        calibration=Calibration(source=pictures, sequences=4, length=32, batch=2, divided=False),
         eval=Evaluate(perplexity=(pictures,), windows=3, length=32),
         save={"format": "native"},
     )

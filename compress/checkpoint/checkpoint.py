@@ -26,7 +26,7 @@ from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
-from compress.checkpoint.sources.matching import lacking, match
+from compress.checkpoint.sources.matching import check_none_unread, lacking, match
 from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.stored import Place, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
@@ -35,7 +35,7 @@ from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.base import CONFIG_KEY, CachePolicy
+from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
 from compress.models.computation import compute_dtype, inference_dtype, to_device
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block
@@ -128,9 +128,7 @@ class Checkpoint:
         return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference)
 
     @classmethod
-    def of_model(
-        cls, model: PreTrainedModel, format_: Format, files: Sequence[Path], config: Mapping[str, Any]
-    ) -> Checkpoint:
+    def of_model(cls, model: PreTrainedModel, files: Sequence[Path], config: Mapping[str, Any]) -> Checkpoint:
         """Describe safetensors files for a model without weights that is built already.
 
         Args:
@@ -138,7 +136,8 @@ class Checkpoint:
         """
         checkpoint = cls(files[0].parent, model.config.name_or_path or "this model", _model=model)
         record = getattr(model.config, CONFIG_KEY, None)
-        checkpoint.stated = Statement(model.config, format_, config, record, frozenset())
+        stated_format, values = _format_of(config, checkpoint.source)
+        checkpoint.stated = Statement(model.config, stated_format, values, record, frozenset())
         checkpoint.stored = {name: place for path in files for name, place in stored_in(path).items()}
         return checkpoint
 
@@ -221,7 +220,7 @@ class Checkpoint:
                     )
                 call_foreign(scheme.check)
         except (ValueError, CannotRun) as error:
-            raise _unreadable("quantization_config", error) from error
+            raise _unreadable(self.source, error) from error
         return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
 
     @cached_property
@@ -237,8 +236,19 @@ class Checkpoint:
 
     @cached_property
     def places(self) -> dict[str, Place] | None:
-        """File and name of every tensor of the model; None if some are missing or have another shape."""
-        return match(self.skeleton(), self.stored, self.packed)
+        """File and name of every tensor of the model; None if some are missing or have another shape.
+
+        Raises ModelError for stored tensors that are not read.
+        """
+        places = match(self.skeleton(), self.stored, self.packed)
+        if places is not None:
+            read = {*(place.key for place in places.values()), *tensor_names(self.caches)}
+            for name, scheme in self.schemes.items():
+                assert self.format is not None
+                read |= {f"{name}.{inside}" for inside in self.format.readable(scheme)}
+            unread = [name for name in self.stored if name not in read]
+            self.notes += check_none_unread(self.skeleton(), self.folder, unread)
+        return places
 
     @cached_property
     def dense_names(self) -> list[str]:
@@ -347,6 +357,7 @@ class Checkpoint:
             raise ModelError(
                 f"model: {self.folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again"
             )
+        self.notes += check_none_unread(model, self.folder, info["unexpected_keys"])
         built.generation_config = model.generation_config
         return built.eval().requires_grad_(False).to(self.device)
 
@@ -405,13 +416,13 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
     try:
         return call_foreign(format_.of_config, values), values
     except CannotRun as error:
-        raise _unreadable("quantization_config", error) from error
+        raise _unreadable(source, error) from error
 
 
-def _unreadable(key: str, error: Exception) -> ModelError:
-    """Return an error for an entry of config.json whose values have an unexpected form."""
+def _unreadable(source: str, error: Exception) -> ModelError:
+    """Return an error for a `quantization_config` that cannot be read."""
     cause = error.cause if isinstance(error, CannotRun) else error
     reason = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
     if isinstance(cause, KeyError):
         reason = f"it lacks {cause}, or does not know it"
-    return ModelError(f"model: {key} of its config.json cannot be read ({reason})")
+    return ModelError(f"model: quantization_config in config.json of {source} cannot be read ({reason})")

@@ -78,7 +78,7 @@ class Filling:
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
         tie_recorded(model)  # transformers ties later, but tied ends are found by their shared weight
-        checkpoint = Checkpoint.of_model(model, NATIVE, files, config)
+        checkpoint = Checkpoint.of_model(model, files, config)
         caches = checkpoint.caches
         if checkpoint.places is None:
             raise checkpoint.lacking()

@@ -44,18 +44,19 @@ def open_model(
     folder, model = checkpoint.folder, checkpoint.skeleton().eval()
     check_supported(model, f"model: {source}")
     texts, notes = read_sentence_files(folder)
-    notes += checkpoint.notes + widened(checkpoint.dtypes[1])
+    conversion = []
     if checkpoint.places is None:
         model, weights, ends = checkpoint.converted(), Weights(), {}
         open_experts(model)
         install_policies(model, "", checkpoint.tensors, checkpoint.caches)
-        notes.append(
+        conversion = [
             "the checkpoint stores tensors under other names or shapes, so transformers loaded the whole model"
-        )
+        ]
         blocks = find_blocks(model)
     else:
         blocks, weights = find_blocks(model), Weights(checkpoint)
         ends = checkpoint.outside(blocks, weights.reading, narrow_ends)
+    notes = [*notes, *checkpoint.notes, *widened(checkpoint.dtypes[1]), *conversion]
     dense_places = {name: checkpoint.tensors.files[name] for name in checkpoint.dense_names}
     opened = OpenModel(
         model,

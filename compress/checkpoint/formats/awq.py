@@ -23,8 +23,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from compress.checkpoint.formats.accepted import FLAG, NO_EFFECT, NULL, UNUSED, Accepted, only
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.layouts.integer_groups import (
+    KEYS,
     adapted_codes,
     adapted_part,
     in_block,
@@ -49,6 +51,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word holds column ORDER[i] of 8
 BACK = (0, 4, 1, 5, 2, 6, 3, 7)
 PER_WORD = len(ORDER)
 
+GEMM = Accepted("gemm", lambda value: isinstance(value, str) and value.lower() == "gemm")
+
 
 class AWQ(Format):
     """The `awq` format."""
@@ -59,15 +63,14 @@ class AWQ(Format):
     readers = ("transformers", "vLLM")
     fused = True
     scale_dtype = torch.float16
-
-    def of_config(self, config: Mapping[str, Any]) -> AWQ:
-        version = str(config.get("version") or config.get("format") or "gemm").lower()
-        if version != "gemm" or config.get("bits", BITS) != BITS:
-            raise ValueError(
-                f"the layout {version!r} of AutoAWQ with {config.get('bits')} bits cannot be read; known: gemm "
-                f"with {BITS} bits"
-            )
-        return self
+    keys = KEYS | {
+        "bits": only(BITS),
+        "zero_point": FLAG,
+        "desc_act": UNUSED,
+        "sym": NO_EFFECT,  # the default of GPTQModel, which stores zero points all the same
+        **dict.fromkeys(("version", "format", "checkpoint_format"), GEMM | NULL),
+        "backend": only("auto", "autoawq", None) | Accepted("auto_round:...", lambda value: "auto_round" in str(value)),
+    }
 
     @property
     def unverified(self) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from compress.checkpoint.formats.accepted import OBJECT, TEXT, Accepted, check_keys, without_effect
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
@@ -78,6 +79,10 @@ def layers_config(method: str | None, schemes: Mapping[str, LayerScheme], versio
     return {"quant_method": method, "version": version, "layers": layers} if layers else None
 
 
+LAYERS_KEYS = {"quant_method": TEXT, "layers": OBJECT, **without_effect("version")}
+"""The keys of `layers_config`."""
+
+
 def layers_of(config: Mapping[str, Any]) -> dict[str, LayerScheme]:
     """Invert `layers_config`. Raises ValueError, with the name of the layer."""
     schemes = {}
@@ -134,7 +139,8 @@ class Format(ABC):
     empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
     one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the
     run. negative_scales: whether all readers take negative scales of integers. file: the one file that holds all
-    tensors of a complete checkpoint; None: the shards stay.
+    tensors of a complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the reader
+    accepts.
     """
 
     name: str
@@ -145,6 +151,7 @@ class Format(ABC):
     scale_dtype: torch.dtype | None = None
     negative_scales: bool = False
     file: str | None = None
+    keys: ClassVar[Mapping[str, Accepted]] = {}
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of stored scales. storage: the storage dtype of the run."""
@@ -155,10 +162,11 @@ class Format(ABC):
         return self
 
     def of_config(self, config: Mapping[str, Any]) -> Format:
-        """The format of a checkpoint with this `quantization_config`, for formats with several versions.
+        """The format of a checkpoint with this `quantization_config`, in its version.
 
-        Raises ValueError for a version that cannot be read.
+        Raises ValueError for a key or a value that the reader does not know.
         """
+        check_keys(config, self.keys)
         return self
 
     @property
@@ -228,6 +236,10 @@ class Format(ABC):
     @abstractmethod
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         """The tensors of an adapted layer by their names inside the module."""
+
+    def readable(self, scheme: LayerScheme) -> Collection[str]:
+        """Return the names inside the module of all tensors that `decode` reads, also of other programs' files."""
+        return self.tensors(scheme)
 
     def size_bytes(self, scheme: LayerScheme, storage: torch.dtype) -> int:
         """Bytes of all tensors of a layer without its bias; of its dense weight if it is stored dequantized."""

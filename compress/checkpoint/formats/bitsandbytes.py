@@ -26,12 +26,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from compress.checkpoint.formats.accepted import FLAG, NULL, NUMBER, TEXT, UNUSED, Accepted, only, without_effect
 from compress.checkpoint.formats.base import Format, refuses_embeddings
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
@@ -67,6 +68,16 @@ class BitsAndBytes(Format):
     quant_method = "bitsandbytes"
     readers = ("transformers", "vLLM")
     scale_dtype = torch.float32
+    keys: ClassVar[Mapping[str, Accepted]] = {
+        "quant_method": TEXT,
+        **dict.fromkeys(("load_in_8bit", "load_in_4bit", "_load_in_8bit", "_load_in_4bit"), FLAG),
+        "llm_int8_threshold": NUMBER | NULL,
+        "llm_int8_has_fp16_weight": UNUSED,
+        "bnb_4bit_quant_type": only("nf4", "fp4"),
+        "bnb_4bit_use_double_quant": FLAG,
+        "bnb_4bit_quant_storage": only("uint8", None),
+        **without_effect("llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype"),
+    }
 
     dtype: torch.dtype = torch.float32
 
@@ -245,13 +256,24 @@ class BitsAndBytes(Format):
         rounding = RoundingScheme(INT8, "token", None if threshold is None else float(threshold))
         for name, shape in shapes.items():
             if f"{name}.SCB" in stored:
+                _agree(config, ("load_in_8bit", True), ("load_in_4bit", False), name=name)
                 schemes[name] = LayerScheme(shape, (CodesScheme(INT8, "channel"),), (rounding,))
             for kind in ("nf4", "fp4"):
                 if f"{name}.{STATE}{kind}" in stored:
-                    grid = GRIDS[FLOATS[kind, f"{name}.weight.nested_absmax" in stored]]
+                    double = f"{name}.weight.nested_absmax" in stored
+                    states = ("bnb_4bit_quant_type", kind), ("bnb_4bit_use_double_quant", double)
+                    _agree(config, ("load_in_4bit", True), ("load_in_8bit", False), *states, name=name)
                     blocks = math.prod(stored[f"{name}.weight.absmax"])
-                    schemes[name] = LayerScheme(shape, (CodesScheme(grid, _block_size(shape, blocks, name)),))
+                    codes = CodesScheme(GRIDS[FLOATS[kind, double]], _block_size(shape, blocks, name))
+                    schemes[name] = LayerScheme(shape, (codes,))
         return schemes
+
+
+def _agree(config: Mapping[str, Any], *states: tuple[str, Any], name: str) -> None:
+    """Raise ValueError for a key of the config that states otherwise than the tensors of a layer."""
+    for key, value in states:
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} is {config[key]}, but the tensors of {name} say {value}")
 
 
 def _adapted(codes: CodesScheme) -> CodesScheme:

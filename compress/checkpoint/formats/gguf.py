@@ -33,7 +33,15 @@ from transformers import PretrainedConfig
 from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
 from compress.checkpoint.blocks.block import BlockType
 from compress.checkpoint.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
-from compress.checkpoint.formats.base import Ends, Format, StoredLayer, layers_config, layers_of, refuses_transforms
+from compress.checkpoint.formats.base import (
+    LAYERS_KEYS,
+    Ends,
+    Format,
+    StoredLayer,
+    layers_config,
+    layers_of,
+    refuses_transforms,
+)
 from compress.checkpoint.formats.gguf_files.architecture import (
     Architecture,
     architecture_of,
@@ -74,6 +82,7 @@ class GGUF(Format):
     readers = ("llama.cpp", "transformers")
     scale_dtype = torch.float16
     file = FILE
+    keys = LAYERS_KEYS
 
     embedding: str = END_TYPE
     head: str = END_TYPE

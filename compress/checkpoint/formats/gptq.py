@@ -30,8 +30,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from compress.checkpoint.formats.accepted import FLAG, INTEGER, NO_EFFECT, NULL, check_keys, only, without_effect
 from compress.checkpoint.formats.base import Format, matches
 from compress.checkpoint.formats.layouts.integer_groups import (
+    KEYS,
     adapted_codes,
     adapted_part,
     in_block,
@@ -56,6 +58,15 @@ UNIT = 32  # GPTQModel packs rows and columns in units of 32
 VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """What each version subtracts from zero points, by its name in the config."""
 
+LAYER_KEYS = {
+    "bits": only(*BITS),
+    "group_size": INTEGER,
+    "desc_act": FLAG,
+    "sym": FLAG,
+    **without_effect("mse", "damp_percent", "damp_auto_increment", "static_groups", "act_group_aware", "hyb_act"),
+}
+"""The keys of an entry of `dynamic`."""
+
 
 @dataclass(frozen=True)
 class GPTQ(Format):
@@ -67,15 +78,24 @@ class GPTQ(Format):
     readers = ("transformers", "vLLM")
     fused = True
     scale_dtype = torch.float16
+    keys = KEYS | {
+        "bits": only(*BITS),
+        "desc_act": FLAG | NULL,
+        "sym": FLAG | NULL,
+        **dict.fromkeys(("format", "checkpoint_format"), only(*VERSIONS, None)),
+        "backend": NO_EFFECT,
+    }
 
     offset: int | None = None
 
     def of_config(self, config: Mapping[str, Any]) -> GPTQ:
-        version = config.get("checkpoint_format") or config.get("format") or "gptq"
-        if version not in VERSIONS or config.get("pack_dtype", "int32") != "int32":
-            versions = ", ".join(VERSIONS)
-            raise ValueError(f"the layout {version!r} of GPTQ cannot be read; known: {versions}, in int32 words")
-        return GPTQ(VERSIONS[version])
+        super().of_config(config)
+        versions = {config[key] for key in ("checkpoint_format", "format") if config.get(key)} or {"gptq"}
+        if len(versions) > 1:
+            raise ValueError(f"format and checkpoint_format are {' and '.join(sorted(versions))}, but must be equal")
+        for pattern, changes in (config.get("dynamic") or {}).items():
+            check_keys(changes, LAYER_KEYS, f"dynamic.{pattern}.")
+        return GPTQ(VERSIONS[versions.pop()])
 
     @property
     def unverified(self) -> str:
@@ -198,11 +218,12 @@ class GPTQ(Format):
                 continue
             settings = _settings(config, name)
             words, groups = stored[f"{name}.qweight"][0], stored[f"{name}.scales"][0]
-            if words * 32 // shape[1] not in BITS:
-                raise ValueError(f"{name}.qweight has {words} words for {shape[1]} inputs")
+            bits = settings["bits"]
+            if words != packed_width(shape[1], bits):
+                raise ValueError(f"{name}.qweight has {words} words for {shape[1]} inputs, but bits is {bits}")
             size = read_group_size(shape[1], settings["group_size"], groups, name)
             indexed = bool(settings.get("desc_act", False)) and isinstance(size, int)
-            codes = CodesScheme(int_grid(words * 32 // shape[1]), size, bool(settings.get("sym", True)), indexed)
+            codes = CodesScheme(int_grid(bits), size, settings.get("sym") is not False, indexed)
             schemes[name] = LayerScheme(shape, (codes,))
         return schemes
 

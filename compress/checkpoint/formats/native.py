@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.checkpoint.formats.base import Format, layers_config, layers_of
+from compress.checkpoint.formats.base import LAYERS_KEYS, Format, layers_config, layers_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.scheme import LayerScheme, layer_tensors
 
@@ -36,6 +36,7 @@ class Native(Format):
     negative_scales = True
     quant_method = "compress"
     sparse = True
+    keys = LAYERS_KEYS
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         return None

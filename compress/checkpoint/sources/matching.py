@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from compress.checkpoint.sources.stored import Place
 from compress.errors import ModelError
 from compress.models.experts import renamed
+
+COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+"""Tensors of old files that models compute themselves (transformers, _adjust_missing_and_unexpected_keys)."""
+APART = ("pooler", "seq_relationship")
+"""Modules of encoders for another task than that of a class without them."""
+MOST = 5  # names in a message
 
 
 def match(model: nn.Module, stored: Mapping[str, Place], packed: Set[str] = frozenset()) -> dict[str, Place] | None:
@@ -52,6 +60,51 @@ def lacking(model: nn.Module, folder: Path, stored: Mapping[str, Place], packed:
             stored_shape, model_shape = list(place.header.shape), list(state[name].shape)
             return ModelError(f"model: {name} is {stored_shape} in {place.path}, but {model_shape} by its config.json")
     raise AssertionError("match finds this model")
+
+
+def check_none_unread(model: PreTrainedModel, folder: Path, names: Iterable[str]) -> list[str]:
+    """Check the names of stored tensors that are not read into a model.
+
+    Accepted are tensors that transformers computes itself or ignores for this class, and those of parts that the class
+    does not compute: other heads, and the pooler.
+
+    Returns:
+        A note, if there are tensors of such parts.
+
+    Raises:
+        ModelError: for all other names.
+    """
+    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED}
+    buffers = {name for name, _ in model.named_buffers()}
+    modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    unread, apart = [], set()
+    for name, new in sorted(renamed(model, list(names)).items()):
+        spellings = (new, new.removeprefix(prefix), prefix + new)
+        heads = (new.split(".")[0], new.removeprefix(prefix).split(".")[0], prefix + new.split(".")[0])
+        spelling = next((s for s, head in zip(spellings, heads, strict=True) if head in modules), new)
+        if any(s in buffers for s in spellings) or any(re.search(pattern, new) for pattern in patterns):
+            continue
+        part = _first_absent(spelling, modules)
+        if part != spelling and ("." not in part or part.rpartition(".")[2] in APART):
+            apart.add(part)
+        else:
+            unread.append(name)
+    if unread:
+        more = f" and {len(unread) - MOST} more" if len(unread) > MOST else ""
+        raise ModelError(
+            f"model: {folder} holds tensors that are not read: {', '.join(unread[:MOST])}{more}; "
+            "its config.json describes another model: fetch both again"
+        )
+    parts = ", ".join(sorted(apart))
+    return (
+        [f"{parts} in the files of the model are not read: {type(model).__name__} has no such parts"] if parts else []
+    )
+
+
+def _first_absent(name: str, modules: Set[str]) -> str:
+    """Return the beginning of the name of a tensor that ends with the first module that does not exist."""
+    parts = name.split(".")
+    return next((part for i in range(1, len(parts)) if (part := ".".join(parts[:i])) not in modules), name)
 
 
 def _places(model: nn.Module, stored: Mapping[str, Place], packed: Set[str]) -> tuple[dict[str, Place], list[str]]:

@@ -361,5 +361,5 @@ def test_a_pattern_that_is_none_is_an_error(field, value):
     config = FORMAT.config({"model.layers.0.a": coded()}, [], "0.0")
     holder = config if field == "ignore" else config["config_groups"]["group_0"]
     holder[field] = value
-    with pytest.raises(ValueError, match="is no regular expression|must be texts, not 3"):
+    with pytest.raises(ValueError, match="is no regular expression|accepted: a list of texts"):
         FORMAT.schemes(config, shapes(*NAMES), {})

@@ -167,9 +167,11 @@ def test_layers_with_and_without_zero_points_are_not_stored_together():
 
 
 def test_another_layout_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ValueError, match="layout 'marlin' of GPTQ cannot be read; known: gptq, gptq_v2"):
+    with pytest.raises(ValueError, match="^checkpoint_format = 'marlin' is not read; accepted: gptq, gptq_v2"):
         FORMAT.of_config({"checkpoint_format": "marlin"})
-    with pytest.raises(ValueError, match="in int32 words"):
+    with pytest.raises(ValueError, match="^format and checkpoint_format are gptq and gptq_v2, but must be equal"):
+        FORMAT.of_config({"checkpoint_format": "gptq_v2", "format": "gptq"})
+    with pytest.raises(ValueError, match="^pack_dtype = 'int16' is not read; accepted: int32"):
         FORMAT.of_config({"pack_dtype": "int16"})
 
 
@@ -229,10 +231,15 @@ def test_shapes_that_no_option_explains_are_an_error(tensors, words):
         FORMAT.schemes(config, {"a": (32, 64)}, tensors)
 
 
-def test_a_group_size_for_some_layers_is_read_from_their_scales():
-    config = {"bits": 4, "group_size": 128, "sym": True, "dynamic": {"-:.*skipped": {}, "+:.*b$": {"sym": False}}}
+def test_a_layer_has_the_bits_and_the_group_size_that_the_config_states_for_it():
+    changes = {"-:.*skipped": {}, "+:.*b$": {"sym": False, "bits": 8, "group_size": 128}}
+    config = {"bits": 4, "group_size": 32, "sym": True, "dynamic": changes}
     shapes = {"a": (32, 64), "x.b": (32, 256)}
     stored = {"a.qweight": (8, 32), "a.scales": (2, 32), "x.b.qweight": (64, 32), "x.b.scales": (2, 32)}
     found = FORMAT.schemes(config, shapes, stored)
     assert found["a"].codes == CodesScheme(coded().codes.grid, 32)
+    with pytest.raises(ValueError, match="a.qweight has 8 words for 64 inputs, but bits is 8"):
+        FORMAT.schemes(config | {"bits": 8}, shapes, stored)
+    with pytest.raises(ValueError, match="a has 2 groups of scales for 64 inputs, but group_size is 16"):
+        FORMAT.schemes(config | {"group_size": 16}, shapes, stored)
     assert found["x.b"].codes == CodesScheme(coded("int8").codes.grid, 128, symmetric=False)

@@ -229,7 +229,10 @@ DAMAGES = {
         lambda f: (f / "config.json").write_text('{"model_type": "vit"}'),
         r"knows no class for model type 'vit'; set trust_remote_code: true to run it",
     ),
-    "no blocks": (lambda f: edit(f / "config.json", num_hidden_layers=0), "has no list of blocks"),
+    "no blocks": (
+        lambda f: edit(f / "config.json", num_hidden_layers=0),
+        "holds tensors that are not read: model.layers.0",
+    ),
     "unknown quantization": (
         lambda f: edit(f / "config.json", quantization_config={"quant_method": "zork"}),
         r"is quantized by 'zork', which compress does not read; start from its dense model",

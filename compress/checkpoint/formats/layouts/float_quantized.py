@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats.layouts.layout import Layout, codes_of
+from compress.checkpoint.formats.accepted import only
+from compress.checkpoint.formats.layouts.layout import FLOATS, Layout, codes_of
 from compress.layers.base import TensorSpec
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
@@ -37,6 +38,8 @@ class FloatQuantized(Layout):
 
     name = "float-quantized"
     grid = GRID
+    strategies = ("channel", "tensor", "block")
+    states = FLOATS | {"num_bits": only(8)}
 
     def suits(self, scheme: LayerScheme) -> bool:
         codes = scheme.codes

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.checkpoint.formats.layouts.layout import Layout, codes_of
+from compress.checkpoint.formats.accepted import only
+from compress.checkpoint.formats.layouts.layout import FLOATS, Layout, codes_of
 from compress.layers.base import TensorSpec
 from compress.layers.scheme import LayerScheme
 
@@ -35,6 +36,7 @@ class Float4Layout(Layout):
     """A layout of 4-bit floats. strategy, scale_dtype: as in the config."""
 
     strategy: ClassVar[str]
+    states = FLOATS | {"num_bits": only(4)}
     scale_dtype: ClassVar[str]
 
     def refuses(self, scheme: LayerScheme) -> str | None:

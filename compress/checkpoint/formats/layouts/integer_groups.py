@@ -10,11 +10,57 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from compress.checkpoint.formats.accepted import (
+    INTEGER,
+    NULL,
+    OBJECT,
+    TEXT,
+    UNUSED,
+    Accepted,
+    only,
+    without_effect,
+)
 from compress.checkpoint.formats.base import refuses_inputs
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import GroupSize, groups_in
 from compress.numerics.quant.grids import GRIDS, IntGrid
+
+KEYS: dict[str, Accepted] = {
+    "quant_method": TEXT,
+    "group_size": INTEGER,
+    "pack_dtype": only("int32", None),
+    "dynamic": OBJECT | UNUSED,
+    "adapter": UNUSED,
+    "rotation": UNUSED,
+    "mock_quantization": UNUSED,
+    "is_marlin_format": UNUSED,
+    # of AutoRound
+    "data_type": only("int", None),
+    "act_bits": only(16, 32, None),
+    "super_bits": NULL,
+    "super_group_size": NULL,
+    "extra_config": UNUSED,
+    **without_effect(
+        # which layers are quantized: the tensors say so
+        *("lm_head", "modules_to_not_convert", "modules_in_block_to_quantize", "block_name_to_quantize"),
+        *("module_name_preceding_first_block", "quant_block_list", "to_quant_block_names", "quant_lm_head"),
+        # how scales and codes were computed
+        *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "act_group_aware", "mse"),
+        *("dataset", "tokenizer", "model_seqlen", "max_input_length", "pad_token_id", "batch_size", "v2", "v2_alpha"),
+        *("gptaq", "gptaq_alpha", "foem", "failsafe", "fallback", "quantizer", "duo_scaling", "hyb_act"),
+        *("n_parallel_calib_samples", "cache_block_outputs", "offload_to_disk", "offload_to_disk_path"),
+        *("iters", "lr", "minmax_lr", "nsamples", "seqlen", "train_bs", "amp", "low_gpu_mem_usage"),
+        *("enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps"),
+        *("scale_dtype", "act_data_type", "act_dynamic", "act_group_size", "act_sym", "autoround_version"),
+        # how programs run the checkpoint
+        *("use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "do_fuse", "fuse_max_seq_len"),
+        *("modules_to_fuse", "pack_impl", "parallel_packing"),
+        # names
+        *("meta", "model_name_or_path", "model_file_base_name", "provider"),
+    ),
+}
+"""The keys of AutoGPTQ, GPTQModel, AutoAWQ, AutoRound and transformers that both formats have."""
 
 
 def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: Collection[int]) -> str | None:
@@ -86,17 +132,14 @@ def int_grid(bits: int) -> IntGrid:
 def read_group_size(width: int, stated: int, groups: int, name: str) -> GroupSize:
     """The group size of a stored layer. stated: by the config, -1: a whole row. groups: of its scales.
 
-    Raises ValueError for a number of groups that no group size explains.
+    Raises ValueError for another number of groups than the group size gives.
     """
-    if stated == -1 or stated > width:
-        size: GroupSize = "channel"
-    else:
-        size = stated
-    if groups_in(width, size) == groups:
-        return size
-    if groups == 0 or width % groups:
-        raise ValueError(f"{name} has {groups} groups of scales for {width} inputs")
-    return "channel" if groups == 1 else width // groups
+    size: GroupSize = "channel" if stated == -1 or stated > width else stated
+    if stated != -1 and stated < 1:
+        raise ValueError(f"group_size = {stated} is not read; accepted: -1, a positive integer")
+    if groups_in(width, size) != groups:
+        raise ValueError(f"{name} has {groups} groups of scales for {width} inputs, but group_size is {stated}")
+    return size
 
 
 def in_block(name: str) -> str | None:

@@ -8,10 +8,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from compress.checkpoint.formats.accepted import UNUSED, Accepted, only
 from compress.layers.base import TensorSpec
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
+
+FLOATS = {"type": only("float"), "symmetric": only(True), "actorder": UNUSED}
+"""What the `weights` part of a config group says of floats."""
 
 
 def codes_of(scheme: LayerScheme) -> CodesScheme:
@@ -28,11 +32,14 @@ def columns_of_group(codes: CodesScheme) -> int:
 class Layout(ABC):
     """The names and shapes of the tensors of a layer of codes.
 
-    name: as in the config. grid: of the weights; None: integers of any width.
+    name: as in the config. grid: of the weights; None: integers of any width. strategies: what may share a scale.
+    states: the other values of the `weights` part of a config group that the layout can have.
     """
 
     name: ClassVar[str]
     grid: ClassVar[Grid | None] = None
+    strategies: ClassVar[tuple[str, ...]] = ("group", "channel", "tensor")
+    states: ClassVar[Mapping[str, Accepted]] = {"type": only("int"), "num_bits": only(2, 3, 4, 5, 6, 7, 8)}
 
     def suits(self, scheme: LayerScheme) -> bool:
         """Whether layers of this scheme belong in the layout; the first layout that suits is used."""

@@ -25,6 +25,7 @@ class MXFP4PackQuantized(Float4Layout):
     name = "mxfp4-pack-quantized"
     grid = GRIDS["mxfp4"]
     strategy = "group"
+    strategies = (strategy,)
     scale_dtype = "torch.uint8"
 
     def encode(self, part: CodesPart) -> dict[str, Tensor]:

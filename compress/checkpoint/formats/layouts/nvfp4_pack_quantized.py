@@ -29,6 +29,7 @@ class NVFP4PackQuantized(Float4Layout):
     name = "nvfp4-pack-quantized"
     grid = GRIDS["nvfp4"]
     strategy = "tensor_group"
+    strategies = (strategy,)
     scale_dtype = "torch.float8_e4m3fn"
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:

@@ -5,6 +5,7 @@
     <m>.weight_scale        float [O, G]; [O, 1] per channel; [1] per tensor
     <m>.weight_zero_point   int32 [ceil(O*b/32), G]   zero + 2^(b-1), packed along the OUTPUT axis; only if asymmetric
     <m>.weight_shape        int64 [2]                 (O, I)
+    <m>.weight_g_idx        int32 [I]                 the group of each column, with actorder: group; only read
 
 W ~ (q - zero) * scale. The reader supports only rows that divide into groups of equal size, and no group index. A
 short last group is therefore stored as groups of gcd(I, group_size) columns with repeated scales: the same weight.
@@ -109,6 +110,8 @@ class PackQuantized(Layout):
             "weight_scale": TensorSpec((1,) if codes.group_size == "tensor" else (rows, groups)),
             "weight_shape": TensorSpec((2,), torch.int64),
         }
+        if codes.indexed:
+            specs["weight_g_idx"] = TensorSpec((width,), torch.int32)
         if codes.symmetric:
             return specs
         return specs | {"weight_zero_point": TensorSpec((packed_width(rows, bits), groups), torch.int32)}
@@ -135,4 +138,8 @@ class PackQuantized(Layout):
         if "weight_zero_point" in tensors:
             unsigned = unpack(tensors["weight_zero_point"].T, codes.grid.bits, rows).T
             zero = (unsigned.to(torch.int16) + codes.grid.lowest_stored).to(torch.int8).contiguous()
-        return CodesPart(codes, scheme.shape, {"words": tensors["weight_packed"], "scale": scale, "zero": zero})
+        index = tensors["weight_g_idx"] if codes.indexed else None
+        if index is not None and int(index.min()) == -1:  # not computed: the columns are in order
+            index = torch.arange(scheme.shape[1], dtype=torch.int32, device=index.device) // int(codes.group_size)
+        fields = {"words": tensors["weight_packed"], "scale": scale, "zero": zero, "group_index": index}
+        return CodesPart(codes, scheme.shape, fields)

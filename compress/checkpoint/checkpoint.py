@@ -36,7 +36,7 @@ from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
-from compress.models.computation import compute_dtype, inference_dtype, to_device
+from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, to_device
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
@@ -259,7 +259,10 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> StoredTensors:
         """All tensors, by the names of the files, and by those of the model."""
-        return StoredTensors(self.stored | (self.places or {}), self.dtype, self.device)
+        model, dtype = self.skeleton(), self.dtype
+        dtypes = {name: kept_dtype(model, name, dtype) for name in self.places or ()}
+        kept = {name: wider for name, wider in dtypes.items() if wider != dtype}
+        return StoredTensors(self.stored | (self.places or {}), dtype, self.device, kept)
 
     def lacking(self) -> ModelError:
         """Return the error for files that do not hold the model."""

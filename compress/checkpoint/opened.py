@@ -16,6 +16,7 @@ from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.attentions import cache_policies
 from compress.models.caches.base import tensor_names
+from compress.models.computation import mark_kept
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import End
 from compress.models.tensors import assign
@@ -129,6 +130,7 @@ class OpenModel:
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, source: str = "model"
     ) -> OpenModel:
         """Wrap a model that is entirely in memory."""
+        mark_kept(model)
         parameter = next(model.parameters())
         return cls(model, find_blocks(model), Weights(), tokenizer, source, "", parameter.device, parameter.dtype)
 

@@ -15,6 +15,7 @@ from compress.errors import NumericError, SaveError, TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
+from compress.models.computation import kept_dtype
 from compress.models.experts import Experts
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
@@ -65,7 +66,8 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
     starts = tuple(inside)
     for child_name, tensor in module.state_dict().items():
         if not child_name.startswith(starts):
-            tensors[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
+            dtype = kept_dtype(module, child_name, storage)
+            tensors[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, dtype))
     return {key: tensors[key].cpu().contiguous() for key in sorted(tensors)}
 
 
@@ -166,7 +168,8 @@ def outside_tensors(
     for name, tensor in outside_state(opened).items():
         part = (rounded or {}).get(name)
         if part is None:
-            tensors[name] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
+            dtype = kept_dtype(opened.model, name, storage)
+            tensors[name] = in_storage(tensor, format_.stored_dtype(tensor.shape, dtype))
         else:
             encoded = format_.encode(LayerScheme(part.shape, (part.scheme,)), [part], [])
             tensors |= {f"{name.removesuffix('weight')}{key}": value for key, value in encoded.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from compress.errors import ModelError, did_you_mean
 from compress.native.library import available
@@ -46,6 +47,38 @@ def inference_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
     """
     wider = compute == torch.bfloat16 and device.type == "cpu" and available()
     return torch.float32 if wider else compute
+
+
+KEPT = "compress_kept"
+"""The attribute of a module with tensors that stay in float32: the 16-bit dtypes in whose place, by tensor."""
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def mark_kept(model: PreTrainedModel) -> None:
+    """Mark the tensors that transformers keeps in float32 in a 16-bit model, such as the bias of a router.
+
+    They are those of `_keep_in_fp32_modules` (in float16) and `_keep_in_fp32_modules_strict`.
+    """
+    for dtype in HALVES:
+        plan = model._get_dtype_plan(dtype)
+        if not plan:
+            continue
+        pattern, _, _ = build_glob_alternation(list(plan))
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and pattern.search(name):
+                owner, _, leaf = name.rpartition(".")
+                marks = vars(model.get_submodule(owner)).setdefault(KEPT, {})
+                marks[leaf] = marks.get(leaf, frozenset()) | {dtype}
+
+
+def kept_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor of a module in a model of `dtype`: float32 if it is marked (`mark_kept`)."""
+    owner, _, leaf = name.rpartition(".")
+    try:
+        marks = vars(module.get_submodule(owner)).get(KEPT, {})
+    except AttributeError:  # a tensor of the files that belongs to no module, such as codes
+        return dtype
+    return torch.float32 if dtype in marks.get(leaf, ()) else dtype
 
 
 STORAGE = "compress_storage"

@@ -18,6 +18,7 @@ from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ShortageError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
+from compress.models.computation import kept_dtype
 from compress.models.structure.ends import End, find_ends
 from compress.passes.contract.context import device_of
 from compress.passes.contract.limits import size_of
@@ -241,12 +242,13 @@ def _rest_bytes(
         block_tensors = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
         tensors |= {f"{block.name}.{name}": tensor for name, tensor in block_tensors.items()}
     if format_ is None:
-        return sum(_bytes(tensor, storage) for tensor in tensors.values())
+        return sum(_bytes(tensor, kept_dtype(opened.model, name, storage)) for name, tensor in tensors.items())
     places, total = embeddings_of(opened), 0
     for name, tensor in tensors.items():
         part = format_.end_layout(places, name, tensor.shape)
         if part is None:
-            total += _bytes(tensor, format_.stored_dtype(tensor.shape, storage))
+            dtype = kept_dtype(opened.model, name, storage)
+            total += _bytes(tensor, format_.stored_dtype(tensor.shape, dtype))
         else:
             total += format_.size_bytes(LayerScheme((tensor.shape[0], tensor.shape[1]), (part,)), storage)
     return total

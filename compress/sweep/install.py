@@ -17,6 +17,7 @@ from compress.errors import NumericError, TargetError, VerificationError
 from compress.layers.base import InputTransform, WeightPart
 from compress.layers.linear import CompressedLinear, linears, parts_of
 from compress.layers.parts.dense import DenseScheme
+from compress.models.computation import kept_dtype
 from compress.models.structure.blocks import Block
 from compress.numerics.dtypes import bytes_of, rounded
 from compress.numerics.histogram import LayerHistograms, histogram
@@ -283,7 +284,8 @@ def round_to_storage(module: nn.Module, run: Run) -> None:
     for name, tensor in module.named_parameters():
         if name in run.ends:
             continue
-        tensor.data = rounded(tensor.data, run.format.stored_dtype(tensor.shape, run.storage))
+        storage = kept_dtype(module, name, run.storage)
+        tensor.data = rounded(tensor.data, run.format.stored_dtype(tensor.shape, storage))
     for part in module.modules():
         if isinstance(part, WeightPart):
             part.round_to(run.storage)

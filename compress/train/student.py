@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from compress.errors import TargetError
 from compress.layers.embedding import CompressedEmbedding
 from compress.layers.linear import CompressedLinear, linears
+from compress.models.computation import kept_dtype
 from compress.models.structure.blocks import find_blocks
 from compress.train.linear import TrainedLinear
 from compress.train.parametrization import Kind, ParameterKind, Parametrize, masked
@@ -268,8 +269,8 @@ def _restore(student: Student, dtypes: dict[str, torch.dtype], storage: torch.dt
     """Restore every layer and every parameter to its storage form."""
     compute = next(iter(dtypes.values()), torch.float32)
     for kind in ("norms", "biases"):
-        for parameter in student.parameters[kind].values():
-            parameter.data = parameter.data.to(storage)
+        for name, parameter in student.parameters[kind].items():
+            parameter.data = parameter.data.to(kept_dtype(student.model, name, storage))
     for name, trained in student.layers.items():
         _put(student.model, name, trained.finalize(storage, compute))
     _cast(student.model, dtypes, compute)

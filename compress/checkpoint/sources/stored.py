@@ -31,6 +31,11 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / FILE]
     if index.exists():
         paths = _listed(index, folder)
+        if single_file not in paths and all(path.exists() for path in (single_file, *paths)):
+            raise ModelError(
+                f"model: {folder} holds the shards of {INDEX} and {single_file.name}, which it does not list; "
+                "remove the weights that are not those of the model"
+            )
     else:
         paths = [single_file] if single_file.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -63,8 +68,17 @@ class Place(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, Place]:
-    """Return every tensor of the files of weights of a folder, by name; every file is opened once to check it."""
-    return {name: place for path in weight_files(folder) for name, place in stored_in(path).items()}
+    """Return every tensor of the files of weights of a folder, by name; every file is opened once to check it.
+
+    Raises ModelError for a tensor that two files hold.
+    """
+    places: dict[str, Place] = {}
+    for path in weight_files(folder):
+        for name, place in stored_in(path).items():
+            if name in places:
+                raise ModelError(f"model: {name} is in {places[name].path} and in {path}; remove one of the files")
+            places[name] = place
+    return places
 
 
 def stored_in(path: Path) -> dict[str, Place]:

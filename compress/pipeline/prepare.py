@@ -23,6 +23,7 @@ from compress.pipeline.divide import check_divided, check_same_inputs
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, plan_of
 from compress.pipeline.provenance import UNKNOWN, identity, written
+from compress.pipeline.reference import TOKENS, check_source
 from compress.pipeline.resolve import ResolvedRecipe, resolve, run_of
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
@@ -103,7 +104,6 @@ def prepare(
         work=out / WORK / "passes",
     )
     accept = settled_check(resolved)
-    quantize_embeddings(opened, run, resolved.steps)
     evaluated = eval_examples(recipe, opened)
     texts = {use.text: windows for windows, use in evaluated}
     with run.phase("calibration text"):
@@ -112,6 +112,9 @@ def prepare(
     for name, share in overlaps.items():
         if share:
             journal.add("warning", "eval", overlap_in_words(name, share))
+    if processes.first:
+        check_source(opened, examples.beginning(TOKENS), recipe.trust_remote_code, planned.memory_bytes, journal)
+    quantize_embeddings(opened, run, resolved.steps)
     fingerprint, code = identity(recipe, opened.fingerprint, examples.sha256())
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")

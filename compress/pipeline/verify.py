@@ -106,7 +106,11 @@ def verify(
         run.journal.add(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
-    reloaded = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
+    try:
+        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_.file).to(run.device)
+    except CannotRun as error:
+        reason = f"transformers cannot load the checkpoint: {error.cause}"
+        raise VerificationError(f"{folder}: {reason}{_without_transformers()}") from error
     _cast_dequantized(reloaded, dtype, run)
     _copy_cache_policies(model, reloaded, run)
     _dequantize_on_demand(reloaded)
@@ -242,19 +246,21 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
     return f"the dense model with its checkpoint takes {needed / MB:.0f} MB of memory, {free / MB:.0f} MB are available"
 
 
-def _transformers_model(
-    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, format_: Format
+def transformers_model(
+    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, file: str | None = None
 ) -> nn.Module:
-    """Load the checkpoint with transformers."""
-    options: dict[str, Any] = {} if format_.file is None else {"gguf_file": format_.file}
+    """Load a checkpoint with transformers.
+
+    Args:
+        file: the .gguf file in the folder that is read; None for safetensors files.
+
+    Raises:
+        CannotRun: if transformers cannot load it.
+    """
+    options: dict[str, Any] = {} if file is None else {"gguf_file": file}
     options |= {"dtype": dtype, "trust_remote_code": remote}
-    try:
-        with quiet_transformers():
-            return call_foreign(model_class.from_pretrained, folder, **options).eval()
-    except CannotRun as error:
-        raise VerificationError(
-            f"{folder}: transformers cannot load the checkpoint: {error.cause}{_without_transformers()}"
-        ) from error
+    with quiet_transformers():
+        return call_foreign(model_class.from_pretrained, folder, **options).eval()
 
 
 def _compare(reader: str, logits: Tensor, reference: Tensor, folder: Path, tolerance: float, effect: float) -> float:

@@ -17,7 +17,8 @@ def short_of_memory(monkeypatch):
     """short_of_memory(bytes): that much is available."""
 
     def limit(size: int):
-        monkeypatch.setattr("compress.pipeline.verify.available_bytes", lambda device: size)
+        for module in ("verify", "reference"):
+            monkeypatch.setattr(f"compress.pipeline.{module}.available_bytes", lambda device: size)
 
     return limit
 

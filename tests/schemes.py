@@ -33,5 +33,5 @@ def encoded(format_, part, inputs=None):
 
 def decoded(format_, tensors, scheme):
     """The inverse of `encoded`."""
-    (part,), _ = format_.decode(tensors, scheme)
+    (part,), _ = format_.read(tensors, scheme)
     return part

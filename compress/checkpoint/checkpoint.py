@@ -218,7 +218,10 @@ class Checkpoint:
                     raise ModelError(
                         f"model: {name} is {stored_shape} in the checkpoint, but {model_shape} by its config.json"
                     )
-                call_foreign(scheme.check)
+                try:
+                    scheme.check()
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
         except (ValueError, CannotRun) as error:
             raise _unreadable(self.source, error) from error
         return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
@@ -322,9 +325,12 @@ class Checkpoint:
             if self.format is not None and keeps_narrow(self.dtype, self.device):
                 weights = self.tensors.read_raw(narrow_weights(model, names))
                 narrow = {name: tensor for name, tensor in weights.items() if tensor.dtype is torch.bfloat16}
+                check_finite(narrow, self.tensors)
                 put_narrow(model, narrow)
                 names = [name for name in names if name not in narrow]
-            assign(model, self.tensors.read(names))
+            tensors = self.tensors.read(names)
+            check_finite(tensors, self.tensors)
+            assign(model, tensors)
             tie(model)
             to_device(model, self.device)
         install_policies(model, "", self.tensors, self.caches)
@@ -343,7 +349,9 @@ class Checkpoint:
         stored = sum(place.header.count for place in self.stored.values())
         if self.schemes or expected_count > 2 * stored + SMALL_MODEL:
             raise self.lacking()
-        tensors = StoredTensors(self.stored, self.dtype, CPU).read_raw(self.stored)
+        files = StoredTensors(self.stored, self.dtype, CPU)
+        tensors = files.read_raw(self.stored)
+        check_finite(tensors, files)
         try:
             options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
             options |= {"config": model.config, "state_dict": tensors, "dtype": self.dtype}

@@ -16,7 +16,8 @@ from compress.layers.linear import CompressedLinear, linears, renew_linear, repl
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends, replace_end
-from compress.models.tensors import assign, is_finite
+from compress.models.tensors import assign
+from compress.numerics.dtypes import is_finite
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class StoredLayers:
         Args:
             prefix: precedes the names of modules of `root` in the full names of tensors and layers.
             layers: full names of the layers.
-            reading: the pages are read now, and all floats must be finite; None: pages are read when they are needed.
+            reading: all pages are read now, and the time of waiting is added here; None: pages of codes are read when
+                they are needed.
 
         Raises:
             ModelError: for missing or invalid tensors, with the full name.
@@ -79,9 +81,6 @@ class StoredLayers:
             return
         names_by_layer = self._names_by_layer(layers, prefix)
         tensors = self.tensors.read_raw(chain.from_iterable(names_by_layer.values()), reading)
-        if reading is not None:
-            wide = {n: t for n, t in tensors.items() if t.is_floating_point() and t.element_size() > 1}
-            check_finite(wide, self.tensors)
         ends = {} if prefix else {end.name: end for end in find_ends(root)}
         for full, names in names_by_layer.items():
             scheme, start, end = self.schemes[full], f"{full}.", ends.get(full)
@@ -94,7 +93,7 @@ class StoredLayers:
                 )
             place = f" (in {self.tensors.files[names[0]].path})" if names else ""
             try:
-                parts, transforms = self.format.decode(inside, scheme)
+                parts, transforms = self.format.read(inside, scheme)
             except KeyError as error:
                 reason = f"{full} lacks its tensor {error.args[0]}"
                 raise ModelError(f"model: {reason}{place}; write the checkpoint again") from error
@@ -123,7 +122,7 @@ def check_finite(tensors: Mapping[str, Tensor], stored: StoredTensors | None = N
         ModelError: for a weight that is NaN or infinite.
     """
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not is_finite(tensor):
+        if tensor.is_floating_point() and tensor.element_size() > 1 and not is_finite(tensor):
             count = int((~tensor.isfinite()).sum())
             place = "" if stored is None or name not in stored.files else f" ({stored.files[name].path})"
             raise ModelError(

@@ -23,7 +23,7 @@ from typing_extensions import Self
 from compress.errors import did_you_mean
 from compress.kernels import dispatch
 from compress.layers.fields import validators
-from compress.numerics.dtypes import bytes_of
+from compress.numerics.dtypes import DTYPES, bytes_of, is_finite
 from compress.numerics.quant.grids import Grid
 from compress.numerics.sparse.positions import PackedMask, Value
 
@@ -138,6 +138,13 @@ class Scheme(Specification):
             shape: (out, in) of the layer.
         """
 
+    def refuses(self, shape: tuple[int, int]) -> str | None:
+        """Return why a layer of this shape cannot have the component and how to change the recipe; None if it can.
+
+        Plans ask this before a run, and `LayerScheme.check` asks it about a scheme that was read from a file.
+        """
+        return None
+
     @property
     def text(self) -> str:
         """A short text for tables, such as 'int4, group 64'."""
@@ -201,10 +208,6 @@ class PartScheme(Scheme):
     def free_scales(self) -> bool:
         """Whether the scales are floats that training may change."""
         return False
-
-    def refuses(self, shape: tuple[int, int]) -> str | None:
-        """Return why a layer of this shape cannot have the part and how to change the recipe; None if it can."""
-        return None
 
     def value(self, storage: torch.dtype) -> Value | None:
         """Return the storage of one weight: a dtype, or a number of bits.
@@ -277,7 +280,7 @@ class Component(nn.Module, ABC):
 
     @classmethod
     def read(cls, scheme: Any, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
-        """Rebuild the component exactly from the tensors of its layer.
+        """Rebuild the component exactly from the tensors of its layer; `validate` checks their values.
 
         Args:
             scheme: scheme of the component.
@@ -287,19 +290,23 @@ class Component(nn.Module, ABC):
 
         Raises:
             KeyError: for a missing tensor.
-            ValueError: for an invalid tensor.
+            ValueError: for a tensor of another shape or dtype.
         """
         scheme_tensors = checked(scheme.tensors(shape), tensors, prefix)
-        component = cls(scheme, shape, {buffer: scheme_tensors.get(name) for buffer, name in cls.names.items()})
-        component.validate(prefix)
-        return component
+        return cls(scheme, shape, {buffer: scheme_tensors.get(name) for buffer, name in cls.names.items()})
 
     def validate(self, prefix: str) -> None:
-        """Check the values of the tensors; `read` has checked shapes and dtypes.
+        """Check the values of the tensors, whose shapes and dtypes are those of the scheme.
+
+        Args:
+            prefix: prefix of the stored names, for errors.
 
         Raises:
-            ValueError: for values that contradict each other or the scheme.
+            ValueError: for floats that are not finite, and for values that contradict each other or the scheme.
         """
+        for name, tensor in self.tensors().items():
+            if tensor.is_floating_point() and not is_finite(tensor):
+                raise ValueError(f"{stored_name(prefix, name)} holds a number that is not finite")
 
     def sha256(self) -> str:
         """Return a digest of scheme, shape and tensors; equal for bit-identical components."""
@@ -328,8 +335,8 @@ def checked(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], pref
     for name, spec in specs.items():
         stored_key = stored_name(prefix, name)
         tensor = tensors[stored_key]
-        if spec.dtype is None and not tensor.is_floating_point():
-            raise ValueError(f"{stored_key} holds {tensor.dtype}, not floats")
+        if spec.dtype is None and tensor.dtype not in DTYPES.values():
+            raise ValueError(f"{stored_key} holds {tensor.dtype}, not floats ({', '.join(DTYPES)})")
         expected_dtype = spec.dtype or tensor.dtype
         if tuple(tensor.shape) != spec.shape or tensor.dtype != expected_dtype:
             actual = f"{tensor.dtype} {list(tensor.shape)}"

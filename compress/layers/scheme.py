@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -38,6 +39,11 @@ Role = Literal["linear", "embedding", "tied"]
 """How the weight of a layer is used: as a matrix, as an embedding table, or as both (tied embedding and LM head)."""
 
 ROLES = ("linear", "embedding", "tied")
+
+LARGEST_SIZE = 2**31 - 1
+"""The most outputs or inputs of a layer; kernels count them in 32 bits."""
+MOST_PARTS = 64
+"""The most parts of a layer; passes make fewer than ten."""
 
 for _package in (part_kinds, transforms):  # import every kind, so that it is registered
     for _module in pkgutil.iter_modules(_package.__path__):
@@ -114,12 +120,11 @@ class LayerScheme:
     @property
     def prefixes(self) -> tuple[str, ...]:
         """The prefix of the stored names of each part."""
-        prefixes: list[str] = []
-        for i, part in enumerate(self.parts):
-            earlier_count = sum(earlier.kind == part.kind for earlier in self.parts[1:i])
-            prefixes.append(
-                WEIGHT if i == 0 else part.kind if earlier_count == 0 else f"{part.kind}_{earlier_count + 1}"
-            )
+        counts: Counter[str] = Counter()
+        prefixes = [WEIGHT]
+        for kind in (part.kind for part in self.parts[1:]):
+            counts[kind] += 1
+            prefixes.append(kind if counts[kind] == 1 else f"{kind}_{counts[kind]}")
         return tuple(prefixes)
 
     def tensors(self) -> dict[str, TensorSpec]:
@@ -185,18 +190,34 @@ class LayerScheme:
         return None if value is None or not patterns or policy == "off" else choose(patterns, self.shape, value, policy)
 
     def read(self, tensors: Mapping[str, Tensor]) -> tuple[list[WeightPart], list[InputTransform]]:
-        """Rebuild parts and transforms exactly from the tensors of a layer by name.
+        """Rebuild parts and transforms exactly from the tensors of a layer by name, and `validate` them.
 
         Raises:
             KeyError: for a missing tensor.
             ValueError: for an invalid tensor.
         """
+        parts, transforms = self.components(tensors)
+        self.validate(parts, transforms)
+        return parts, transforms
+
+    def components(self, tensors: Mapping[str, Tensor]) -> tuple[list[WeightPart], list[InputTransform]]:
+        """Rebuild parts and transforms as `read` does; only shapes and dtypes of the tensors are checked."""
         parts: list[Any] = [
             COMPONENTS[part.kind].read(part, self.shape, tensors, prefix)
             for prefix, part in zip(self.prefixes, self.parts, strict=True)
         ]
         transforms: list[Any] = [COMPONENTS[t.kind].read(t, self.shape, tensors, INPUT) for t in self.transforms]
         return parts, transforms
+
+    def validate(self, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]) -> None:
+        """Check that a layer whose tensors were read from a file can be computed.
+
+        Raises:
+            ValueError: for a scheme or a tensor with which it cannot, with the name of the tensor.
+        """
+        self.check()
+        for prefix, component in [*zip(self.prefixes, parts, strict=True), *((INPUT, t) for t in transforms)]:
+            component.validate(prefix)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the scheme to plain values."""
@@ -233,15 +254,27 @@ class LayerScheme:
         Raises:
             ValueError: for a description that no layer can have.
         """
-        if min(self.shape) < 1:
-            raise ValueError(f"shape is {list(self.shape)}, but outputs and inputs must be at least 1")
+        if not all(1 <= size <= LARGEST_SIZE for size in self.shape):
+            raise ValueError(f"shape is {list(self.shape)}, but outputs and inputs must be from 1 to {LARGEST_SIZE}")
+        if len(self.parts) > MOST_PARTS:
+            raise ValueError(f"a layer has {len(self.parts)} parts, but it must have at most {MOST_PARTS}")
         if self.role not in ROLES:
             raise ValueError(f"role {str(self.role)[:100]!r} is none of {', '.join(ROLES)}")
         kinds = (self.parts, PartScheme), (self.transforms, TransformScheme)
         if wrong := [scheme.kind for schemes, kind in kinds for scheme in schemes if not isinstance(scheme, kind)]:
             raise ValueError(f"{wrong[0]} stands among parts, but is a transform, or the other way round")
+        if len({scheme.kind for scheme in self.transforms}) < len(self.transforms):
+            raise ValueError("a layer has at most one transform of each kind")
         for scheme in (*self.parts, *self.transforms):
             scheme.check()
+        if reason := self.refused:
+            raise ValueError(reason)
+
+    @property
+    def refused(self) -> str | None:
+        """Why a layer of this shape cannot have one of its parts or transforms; None if it can have all."""
+        reasons = (scheme.refuses(self.shape) for scheme in (*self.parts, *self.transforms))
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def transform_class(kind: str) -> type[InputTransform]:

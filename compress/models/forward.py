@@ -14,7 +14,7 @@ from compress.errors import NumericError
 from compress.models.kinds.batch import Batch, Examples
 from compress.models.kinds.contract import ModelKind, required_answer, run_on
 from compress.models.structure.blocks import Block, hidden_argument, hidden_of
-from compress.models.tensors import is_finite
+from compress.numerics.dtypes import is_finite
 from compress.numerics.metrics import rows_of_chunk
 
 

@@ -1,8 +1,7 @@
-"""The tensors of a module: replace them, and check that they are finite."""
+"""Replace the tensors of a module."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 
@@ -15,11 +14,3 @@ def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             parent._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
         else:
             parent._buffers[leaf] = tensor
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor infinity.
-
-    Unlike `isfinite`, this allocates no tensor of its size.
-    """
-    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())

@@ -89,6 +89,14 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinity.
+
+    Unlike `isfinite`, this allocates no tensor of its size.
+    """
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor (uint8).
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+LARGEST_FACTOR = 4096  # the most rows of a factor of a stored rotation; it is multiplied as a dense matrix
 DENSE = 64  # factors of 2 are multiplied to dense ones of at most this order: two products of matrices for 4096
 
 
@@ -32,7 +33,7 @@ def factors(order: int) -> tuple[int, ...] | None:
     if order < 1 or order % 4:
         return None
     candidates = [(order,)] if _paley(order) is not None else []
-    for factor in (n for n in range(2, order // 2 + 1) if order % n == 0 and (n == 2 or _paley(n) is not None)):
+    for factor in (n for n in _divisors(order) if n == 2 or _paley(n) is not None):
         remaining_factors = factors(order // factor)
         candidates += [] if remaining_factors is None else [tuple(sorted((factor, *remaining_factors), reverse=True))]
     return min(candidates, key=lambda orders: (sum(orders), len(orders)), default=None)
@@ -41,6 +42,20 @@ def factors(order: int) -> tuple[int, ...] | None:
 def exists(order: int) -> bool:
     """Whether a Hadamard matrix of this order can be built here."""
     return factors(order) is not None
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number except 1 and itself, in ascending order."""
+    lower = [n for n in range(2, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*lower, *(number // n for n in lower)})
+
+
+def fits(order: int, width: int) -> bool:
+    """Whether a layer with this number of channels can be rotated in blocks of this order.
+
+    Orders of files are not trusted: the search for factors is limited by the width, and the memory by `LARGEST_FACTOR`.
+    """
+    return width % order == 0 and (parts := factors(order)) is not None and max(parts, default=1) <= LARGEST_FACTOR
 
 
 @cache

@@ -190,8 +190,10 @@ def _filled(state: State, indices: list[int]) -> PreTrainedModel:
 
 
 def _put_zeros(model: PreTrainedModel, name: str, scheme: LayerScheme, storage: torch.dtype) -> None:
-    """Make a linear a packed layer whose tensors are zeros; it stays dense where zeros describe no weight (masks)."""
+    """Make a linear a packed layer of zeros with scales of 1; it stays dense where zeros describe no weight (masks)."""
     tensors = {n: torch.zeros(spec.shape, dtype=spec.dtype or storage) for n, spec in scheme.tensors().items()}
+    for scales in (tensor for tensor in tensors.values() if tensor.is_floating_point()):
+        scales.fill_(1)
     with suppress(ValueError):
         parts, transforms = scheme.read(tensors)
         renew_linear(model, name).read(parts, transforms)

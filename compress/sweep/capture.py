@@ -24,7 +24,7 @@ from compress.models.kinds.batch import Batch
 from compress.models.kinds.contract import SUPPORTED, answer_of, run_on
 from compress.models.kinds.kinds import adapter_of, answer_shape
 from compress.models.structure.blocks import Block, hidden_argument, hidden_of, stack_of
-from compress.models.tensors import is_finite
+from compress.numerics.dtypes import is_finite
 from compress.sweep.store import ActivationStore
 
 LEARNED_TOKENS = 4

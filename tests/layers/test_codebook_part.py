@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draws import random
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from compress.layers.base import stored_name
@@ -38,6 +38,7 @@ def test_by_hand():
 def test_it_is_read_back_as_it_was_and_is_as_large_as_its_scheme_says(rows, runs, bits, length, count, per, scaled):
     stored = drawn(rows, runs, bits, length, count, per, scaled)
     scheme = LayerScheme(stored.shape, (stored.scheme,))
+    assume(scheme.refused is None)
     tensors = {stored_name("weight", name): tensor for name, tensor in stored.tensors().items()}
     assert sum(t.nbytes for t in tensors.values()) == scheme.size_bytes(torch.float32)
     assert LayerScheme.from_json(scheme.to_json()) == scheme and scheme.quantized

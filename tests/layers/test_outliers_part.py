@@ -19,8 +19,7 @@ def stored(part):
 def test_positions_are_read_back_as_they_were(data, rows, width, dtype):
     chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width)))
     chosen = chosen.view(rows, width)
-    if not bool(chosen.any()):
-        chosen[0, 0] = True
+    chosen[0, 0], chosen[-1, -1] = True, False
     weight = random(rows, width)
     part = OutliersPart.of_positions(weight, chosen, dtype)
     scheme = LayerScheme(part.shape, (part.scheme,))

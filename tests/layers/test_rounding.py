@@ -195,7 +195,7 @@ def test_a_layer_with_groups_of_inputs_is_stored_and_read_exactly():
         "inputs int4 in 2 groups of channels"
     )
     tensors["input_g_idx"] = torch.tensor([0, 1, 0, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match="input_g_idx holds a group outside of the 2 groups of the inputs"):
+    with pytest.raises(ValueError, match="input_g_idx holds groups from 0 to 2, but the layer has 2 groups"):
         layer.scheme.read(tensors)
 
 

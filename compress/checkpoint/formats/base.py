@@ -257,6 +257,17 @@ class Format(ABC):
         Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
 
+    def read(
+        self, tensors: Mapping[str, Tensor], scheme: LayerScheme
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
+        """Decode the tensors of a file, and check that the layer can be computed (`LayerScheme.validate`).
+
+        Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
+        """
+        parts, transforms = self.decode(tensors, scheme)
+        scheme.validate(parts, transforms)
+        return parts, transforms
+
     def units(self, scheme: LayerScheme) -> tuple[int, int]:
         """(rows, columns) of groups and packed words: a server that splits an adapted layer cannot cut them."""
         return 1, 1

@@ -52,7 +52,7 @@ class Native(Format):
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
-        return scheme.read(tensors)
+        return scheme.components(tensors)
 
     def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         return layers_config(self.quant_method, schemes, version)

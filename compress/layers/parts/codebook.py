@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
-from compress.layers.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.layers.base import PartScheme, TensorSpec, WeightPart
 from compress.numerics.quant.bits import pack, packed_width, unpack
 
 WIDEST = 8  # bits of an index
@@ -184,8 +184,3 @@ class CodebookPart(WeightPart):
             codes = codes + entries * torch.arange(tables, device=codes.device)[:, None]
         sums = values.new_zeros(tables * entries, length)
         return sums.index_add_(0, codes.flatten(), values.reshape(-1, length)).view(tables, 1, entries, length)
-
-    def validate(self, prefix: str) -> None:
-        for name, tensor in (("books", self.books), ("scale", self.scale)):
-            if tensor is not None and not bool(tensor.isfinite().all()):
-                raise ValueError(f"{stored_name(prefix, name)} holds a number that is not finite")

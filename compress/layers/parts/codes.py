@@ -12,7 +12,7 @@ W = (code - zero) * scale for integer grids; W = value(code) * scale for other g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from compress.layers.base import PartScheme, TensorSpec, WeightPart, stored_name
 from compress.layers.fields import read_grid
+from compress.numerics.dtypes import is_finite
 from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store, vanished
 from compress.numerics.quant.grids import Grid, IntGrid
@@ -110,10 +111,16 @@ class CodesScheme(PartScheme):
         super().check()
         if self.grid.symmetric_only and not self.symmetric:
             raise ValueError(f"{self.grid.name} has no zero points, but symmetric is false")
+        if self.float_zeros and (self.symmetric or not isinstance(self.grid, IntGrid)):
+            raise ValueError(f"float_zeros are zero points of integers, but this is {self.grid.name}")
+        if self.grid.group_size not in (None, self.group_size):
+            raise ValueError(f"groups of {self.grid.name} have {self.grid.group_size} columns, not {self.group_size}")
+        if self.indexed and not isinstance(self.group_size, int):
+            raise ValueError(f"indexed groups have a size, but group_size is {self.group_size}")
 
     def refuses(self, shape: tuple[int, int]) -> str | None:
         width = shape[1]
-        if isinstance(self.group_size, int) and self.group_size > width:
+        if isinstance(self.group_size, int) and self.group_size > max(width, self.grid.group_size or 0):
             return f"group_size {self.group_size} is larger than its {width} inputs; use a smaller one, or channel"
         if width % self.grid.block:
             return (
@@ -183,11 +190,34 @@ class CodesPart(WeightPart):
         return cls(CodesScheme.of(codes), codes.shape, {**tensors, "group_index": codes.group_index})
 
     def validate(self, prefix: str) -> None:
-        index, groups = self.group_index, self.scales().shape[1]
-        if index is not None and not bool(((index >= 0) & (index < groups)).all()):
-            raise ValueError(
-                f"{stored_name(prefix, 'g_idx')} holds a group outside of the {groups} groups of the layer"
-            )
+        super().validate(prefix)
+        index, size, scales = self.group_index, self.scheme.group_size, self.scales()
+        if not is_finite(scales):
+            raise ValueError(f"{stored_name(prefix, 'scale')} holds a number that is not finite")
+        if index is not None and isinstance(size, int):
+            check_index(stored_name(prefix, "g_idx"), index, scales.shape[1], size)
+        bounds = None if self.scheme.float_zeros else self.grid.integers
+        if self.zero is not None and bounds is not None:
+            low, high = int(self.zero.min()), int(self.zero.max())
+            if low < bounds[0] or high > bounds[1]:
+                name = stored_name(prefix, "zero_point")
+                raise ValueError(f"{name} holds {low} to {high}, but {self.grid.name} has {bounds[0]} to {bounds[1]}")
+        zeros = self.zeros()
+        if zeros is not None and not is_finite(zeros):
+            raise ValueError(f"{stored_name(prefix, 'zero_point')} holds a number that is not finite")
+        if not self.grid.complete and not all(map(self.grid.has_values, self._unpacked_in_steps())):
+            raise ValueError(f"{stored_name(prefix, 'packed')} holds codes that {self.grid.name} does not have")
+
+    def _unpacked_in_steps(self) -> Iterator[Int[Tensor, "*lines codes"]]:
+        """Unpack the stored codes, some of them at a time to limit memory."""
+        bits, count = self.grid.bits, self.lattice[-1]
+        if self.words.ndim == 2:
+            for rows in self.words.split(max(1, PART // count)):
+                yield unpack(rows, bits, count)
+        else:
+            for start in range(0, count, PART):  # 32 codes fill whole words
+                words = self.words[start // 32 * bits :][: PART // 32 * bits]
+                yield unpack(words, bits, min(PART, count - start))
 
     def changed(self, scheme: CodesScheme | None = None, **tensors: Any) -> CodesPart:
         """Return the part with some tensors replaced."""
@@ -333,3 +363,22 @@ class CodesPart(WeightPart):
             zeros = values.new_zeros(values.shape[0], self.scale.shape[1])
             return zeros.index_add_(1, self.group_index.long(), values)
         return grouped(values, self.group_size).sum(-1)
+
+
+def check_index(name: str, index: Int[Tensor, " in"], groups: int, size: int | None = None) -> None:
+    """Check the group of every column.
+
+    Args:
+        name: name of the tensor, for errors.
+        index: group of every column.
+        groups: number of groups.
+        size: the most columns of a group; None: any number.
+
+    Raises:
+        ValueError: for a group that does not exist, or one with too many columns.
+    """
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= groups:
+        raise ValueError(f"{name} holds groups from {low} to {high}, but the layer has {groups} groups")
+    if size is not None and (largest := int(index.long().bincount().max())) > size:
+        raise ValueError(f"{name} holds a group of {largest} columns, but group_size is {size}")

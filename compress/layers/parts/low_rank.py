@@ -49,7 +49,7 @@ class LowRankScheme(PartScheme):
     def refuses(self, shape: tuple[int, int]) -> str | None:
         if self.rank >= min(shape):
             return f"rank {self.rank} is not below its {shape[0]} outputs and {shape[1]} inputs; use a smaller rank"
-        return None
+        return self.a.refuses((self.rank, shape[1])) or self.b.refuses((shape[0], self.rank))
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         rows, width = shape
@@ -95,6 +95,10 @@ class LowRankPart(WeightPart):
     @property
     def dtype(self) -> torch.dtype:
         return self.b.dtype
+
+    def validate(self, prefix: str) -> None:
+        self.a.validate(stored_name(prefix, A))
+        self.b.validate(stored_name(prefix, B))
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         return self.b.dense(dtype) @ self.a.dense(dtype)

@@ -131,6 +131,7 @@ class OutliersPart(WeightPart):
         return OutliersPart(self.scheme, self.shape, tensors)
 
     def validate(self, prefix: str) -> None:
+        super().validate(prefix)
         name, (height, width) = stored_name(prefix, "columns"), self.shape
         if int(self.columns.min()) < 0 or int(self.columns.max()) >= width:
             raise ValueError(f"{name} holds a column outside of the {width} columns of the layer")

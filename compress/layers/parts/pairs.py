@@ -101,6 +101,7 @@ class PairsPart(WeightPart):
         return self.with_scale(self.scale.to(dtype))
 
     def validate(self, prefix: str) -> None:
+        super().validate(prefix)
         pairs = self.codes.view(self.shape[0], -1, 2)
         marked = pairs == VICTIM
         if bool(marked.all(-1).any()) or bool((marked.flip(-1) & (pairs == 0)).any()):

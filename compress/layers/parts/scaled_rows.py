@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from compress.layers.base import PartScheme, TensorSpec, WeightPart, stored_name
-from compress.numerics.hadamard import exists, transformed
+from compress.numerics.hadamard import fits, transformed
 
 
 class ScaledRowsScheme(PartScheme):
@@ -39,7 +39,7 @@ class ScaledRowsScheme(PartScheme):
 
     def refuses_rotation(self, rows: int) -> str | None:
         """Return why a layer with this number of outputs cannot be rotated; None if it can, or is not rotated."""
-        if self.rotated is not None and (rows % self.rotated or not exists(self.rotated)):
+        if self.rotated is not None and not fits(self.rotated, rows):
             return f"a Hadamard matrix of order {self.rotated} does not fit its {rows} outputs; use rotate: inputs"
         return None
 
@@ -81,6 +81,7 @@ class ScaledRowsPart(WeightPart):
         return type(self)(self.scheme, self.shape, {name: getattr(self, name) for name in self.names} | changed)
 
     def validate(self, prefix: str) -> None:
+        super().validate(prefix)
         if self.signs is not None and not bool((self.signs.abs() == 1).all()):
             raise ValueError(f"{stored_name(prefix, 'signs')} holds other numbers than 1 and -1")
 

@@ -69,6 +69,17 @@ class SparseScheme(PartScheme):
     def text(self) -> str:
         return f"{self.values.text}, {self.sparsity.text}" if self.quantized else self.sparsity.text
 
+    def refuses(self, shape: tuple[int, int]) -> str | None:
+        rows, width = shape
+        pattern, count = self.sparsity.n_of_m, self.sparsity.kept
+        if pattern is not None and pattern[1] > width:
+            return f"its {width} inputs have no group of {pattern[1]} weights, but the pattern is {self.sparsity.text}"
+        if pattern is not None and self.sparsity != (regular := SparseLayout.regular(shape, *pattern)):
+            return f"{self.sparsity.text} keeps {regular.kept} of its {rows} x {width} weights, not {count}"
+        if count > rows * width:
+            return f"{count} weights cannot be kept of its {rows} x {width}"
+        return self.values.refuses(shape)
+
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         positions = TensorSpec((shape[0], self.sparsity.words(shape[1])), torch.int32)
         inner = self.values.tensors(shape, self.sparsity.values(shape))
@@ -136,16 +147,17 @@ class SparsePart(WeightPart):
 
     @classmethod
     def read(cls, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
-        positions = _read_positions(scheme.sparsity, shape, tensors, prefix)
         scheme_tensors = checked(scheme.tensors(shape), tensors, prefix)
         value_class = COMPONENTS[scheme.values.kind]
-        lattice = scheme.sparsity.values(shape)
         buffers = {buffer: scheme_tensors.get(name or VALUES) for buffer, name in value_class.names.items()}
         values = value_class(scheme.values, shape, buffers)
         assert isinstance(values, WeightPart)
-        values.validate(prefix)
-        values.lattice = lattice
-        return cls(scheme, shape, {"positions": positions.words}, values)
+        values.lattice = scheme.sparsity.values(shape)
+        return cls(scheme, shape, {"positions": scheme_tensors["kept"]}, values)
+
+    def validate(self, prefix: str) -> None:
+        self.kept.check(stored_name(prefix, "kept"))
+        self.values.validate(prefix)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"kept": self.positions, **{name or VALUES: tensor for name, tensor in self.values.tensors().items()}}
@@ -186,26 +198,3 @@ class SparsePart(WeightPart):
 
     def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
         return self.values.sum_groups(values)
-
-
-def _read_positions(
-    sparsity: SparseLayout, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str
-) -> PackedMask:
-    """Read the positions of packed sparse weights.
-
-    Raises:
-        KeyError: for a missing tensor.
-        ValueError: for positions that contradict the config.
-    """
-    name = stored_name(prefix, "kept")
-    rows, width = shape
-    spec = {"kept": TensorSpec((rows, sparsity.words(width)), torch.int32)}
-    words = checked(spec, tensors, prefix)["kept"]
-    if sparsity.n_of_m is not None and sparsity != (regular := SparseLayout.regular(shape, *sparsity.n_of_m)):
-        raise ValueError(
-            f"{name} holds {rows} rows of {width} columns, of which {sparsity.text} keeps {regular.kept} weights; "
-            f"the config says {sparsity.kept}"
-        )
-    positions = PackedMask(words, sparsity, shape)
-    positions.check(name)
-    return positions

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compress.layers.base import TensorSpec, stored_name
+from compress.layers.base import TensorSpec
 from compress.layers.parts.scaled_rows import ScaledRowsPart, ScaledRowsScheme
 from compress.numerics.quant.gaussian_codes import TABLE_BITS, Code, length_of, values_of
 from compress.numerics.quant.trellis import Trellis, count_bytes, decode
@@ -125,11 +125,6 @@ class TrellisPart(ScaledRowsPart):
     def in_storage(self, dtype: torch.dtype) -> TrellisPart:
         table = {} if self.table is None else {"table": self.table.to(dtype)}
         return self._with(scale=self.scale.to(dtype), **table)
-
-    def validate(self, prefix: str) -> None:
-        super().validate(prefix)
-        if self.table is not None and not bool(self.table.isfinite().all()):
-            raise ValueError(f"{stored_name(prefix, 'table')} holds a number that is not finite")
 
 
 def refused_states(states: int, bits: float, code: Code) -> str | None:

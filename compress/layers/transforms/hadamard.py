@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from compress.kernels import dispatch
 from compress.layers.base import InputTransform, TensorSpec, TransformScheme, stored_name
-from compress.numerics.hadamard import exists, signs_of, transformed
+from compress.numerics.hadamard import fits, signs_of, transformed
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class HadamardScheme(TransformScheme):
     @property
     def text(self) -> str:
         return f"inputs rotated in blocks of {self.block}"
+
+    def refuses(self, shape: tuple[int, int]) -> str | None:
+        if not fits(self.block, shape[1]):
+            return f"a Hadamard matrix of order {self.block} does not fit {shape[1]} inputs; leave it out of online"
+        return None
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         return {"hadamard_signs": TensorSpec((shape[1],), torch.int8)}
@@ -65,7 +70,7 @@ class Hadamard(InputTransform):
             seed: seed of the signs.
             shape: (out, in) of the layer.
         """
-        assert exists(block) and shape[1] % block == 0, "the block must be an order of a Hadamard matrix"
+        assert fits(block, shape[1]), "the block must be an order of a Hadamard matrix"
         return cls(HadamardScheme(block), shape, {"signs": signs_of(shape[1], seed)})
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
@@ -80,8 +85,5 @@ class Hadamard(InputTransform):
         return (transformed(weight.float(), self.scheme.block, inverse=True) * self.signs).to(weight.dtype)
 
     def validate(self, prefix: str) -> None:
-        block, width = self.scheme.block, self.shape[1]
-        if width % block or not exists(block):
-            raise ValueError(f"a Hadamard matrix of order {block} does not fit {width} inputs")
         if not bool((self.signs.abs() == 1).all()):
             raise ValueError(f"{stored_name(prefix, 'hadamard_signs')} holds other numbers than 1 and -1")

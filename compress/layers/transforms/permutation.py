@@ -54,6 +54,7 @@ class InputPermutation(InputTransform):
         return weight[:, self.order.argsort()].contiguous()
 
     def validate(self, prefix: str) -> None:
+        super().validate(prefix)
         width = self.shape[1]
         if not torch.equal(self.order.long().sort().values, torch.arange(width, device=self.order.device)):
             raise ValueError(f"{stored_name(prefix, 'permutation')} does not hold each number below {width} once")

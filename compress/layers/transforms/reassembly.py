@@ -102,6 +102,7 @@ class Reassembly(InputTransform):
         return folded.to(weight.dtype)
 
     def validate(self, prefix: str) -> None:
+        super().validate(prefix)
         for index, name in ((self.first, "reassembly_first"), (self.second, "reassembly_second")):
             if not bool(((index >= 0) & (index < self.shape[1])).all()):
                 raise ValueError(f"{stored_name(prefix, name)} holds a channel outside of the {self.shape[1]} inputs")

@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from compress.layers.base import InputTransform, TensorSpec, TransformScheme, stored_name
 from compress.layers.fields import read_grid
+from compress.layers.parts.codes import check_index
 from compress.numerics.quant.grids import Grid
 from compress.numerics.quant.inputs import outlier_columns, round_in_groups, round_inputs
 
@@ -67,11 +68,22 @@ class RoundingScheme(TransformScheme):
             raise ValueError(f"clip of rounding is {self.clip}, but it must be above 0 and at most 1")
         if self.groups is not None and (self.scale == "group" or self.outliers):
             raise ValueError("groups of rounding exclude scale 'group' and outlier columns")
+        if (self.group is None) == (self.scale == "group"):
+            raise ValueError("rounding has a number of columns (group) with scale 'group', and only with it")
+        if self.group is not None and self.outliers:
+            raise ValueError("scale 'group' of rounding excludes outlier columns")
+        if not self.grid.rounds_inputs(in_groups=self.group is not None):
+            raise ValueError(f"inputs cannot be rounded to {self.grid.name} with scale {self.scale!r}")
 
     @property
     def outliers(self) -> bool:
         """Whether some columns are not quantized."""
         return self.threshold is not None or self.columns
+
+    def refuses(self, shape: tuple[int, int]) -> str | None:
+        if self.group is not None and shape[1] % self.group:
+            return f"groups of {self.group} columns do not divide its {shape[1]} inputs; leave the layer out (ignore)"
+        return None
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         static, count = self.scale == "static", self.groups or 1
@@ -216,7 +228,8 @@ class InputRounding(InputTransform):
         return InputRounding(scheme, self.shape, tensors)
 
     def validate(self, prefix: str) -> None:
-        index, groups = self.group_index, self.scheme.groups
-        if index is not None and groups is not None and not bool(((index >= 0) & (index < groups)).all()):
-            name = stored_name(prefix, "g_idx")
-            raise ValueError(f"{name} holds a group outside of the {groups} groups of the inputs")
+        super().validate(prefix)
+        if self.group_index is not None and self.scheme.groups is not None:
+            check_index(stored_name(prefix, "g_idx"), self.group_index, self.scheme.groups)
+        if self.scale is not None and float(self.scale.min()) <= 0:
+            raise ValueError(f"{stored_name(prefix, 'scale')} holds a scale that is not positive")

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
-from compress.layers.base import InputTransform, TensorSpec, TransformScheme
+from compress.layers.base import InputTransform, TensorSpec, TransformScheme, stored_name
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Scale(InputTransform):
 
     def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         return (weight.float() / self.scale).to(weight.dtype)
+
+    def validate(self, prefix: str) -> None:
+        super().validate(prefix)
+        if not bool(self.scale.all()):
+            raise ValueError(f"{stored_name(prefix, 'channel_scale')} holds a zero, by which inputs are divided")
 
     def permuted(self, order: Int[Tensor, " in"]) -> Scale:
         return Scale.of(self.scale[order], self.shape)

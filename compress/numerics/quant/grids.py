@@ -77,6 +77,15 @@ class Grid(ABC):
         return 0
 
     @property
+    def complete(self) -> bool:
+        """Whether every code of `bits` bits is a number of the grid."""
+        return True
+
+    def has_values(self, codes: Tensor) -> bool:
+        """Return whether all of these unsigned codes are numbers of the grid."""
+        return True
+
+    @property
     def offset(self) -> bool:
         """Whether every group has a minimum, which is added to its values, instead of a zero point."""
         return False
@@ -86,6 +95,16 @@ class Grid(ABC):
         """The number of columns whose scales share numbers; the width of a weight is a multiple of it."""
         together = self.scaling.super_block > 1 or self.scaling.whole_groups
         return self.scaling.super_block * (self.group_size or 1) if together else 1
+
+    def rounds_inputs(self, in_groups: bool) -> bool:
+        """Return whether inputs can be rounded to the grid.
+
+        Args:
+            in_groups: whether each group of columns of a token has a scale, so that the scales of a token can share
+                numbers.
+        """
+        shares = self.scaling.shared_count(1, 1) > 0
+        return not self.offset and (not shares or (in_groups and self.scaling.fused))
 
     @property
     def free_scales(self) -> bool:
@@ -276,6 +295,13 @@ class LevelGrid(SymmetricGrid):
         return 0.0 in self.levels
 
     @property
+    def complete(self) -> bool:
+        return len(self.levels) == 2**self.bits
+
+    def has_values(self, codes: Tensor) -> bool:
+        return codes.numel() == 0 or int(codes.max()) < len(self.levels)
+
+    @property
     def span(self) -> float:
         return max(map(abs, self.levels))
 
@@ -316,6 +342,14 @@ class Float8Grid(SymmetricGrid):
     """An 8-bit float; the code is its bit pattern (0 to 255). Values are rounded to nearest even, with saturation."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
+
+    @property
+    def complete(self) -> bool:
+        return False
+
+    def has_values(self, codes: Tensor) -> bool:
+        largest = torch.tensor(self.span).to(self.dtype).view(torch.uint8)  # larger bit patterns are infinity and NaN
+        return codes.numel() == 0 or int((codes & 0x7F).max()) <= int(largest)
 
     @property
     def span(self) -> float:

@@ -140,9 +140,8 @@ class Effects:
 
     @property
     def refusal(self) -> str | None:
-        """The problem, or the reason why a part of `scheme` does not fit the layer."""
-        reasons = (self.problem, *(part.refuses(self.scheme.shape) for part in self.scheme.parts))
-        return next((reason for reason in reasons if reason is not None), None)
+        """The problem, or the reason why a part or a transform of `scheme` does not fit the layer."""
+        return self.problem or self.scheme.refused
 
     @property
     def largest_scheme(self) -> LayerScheme:

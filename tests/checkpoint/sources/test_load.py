@@ -108,3 +108,26 @@ def test_a_shard_that_is_missing(folder):
     (folder / "model-00003-of-00004.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-00003-of-00004\.safetensors is missing, but the index lists it"):
         compress.load(folder)
+
+
+def poisoned(folder, name):
+    """Write NaN over the first number of a tensor."""
+    for path in folder.glob("*.safetensors"):
+        held = {key: tensor.clone() for key, tensor in load_file(path).items()}
+        if name in held:
+            held[name].view(-1)[0] = torch.nan
+            save_file(held, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight_scale", "holds a number that is not finite"),
+        ("model.layers.1.mlp.up_proj.weight", "holds 1 NaN or infinite weights"),
+        ("model.norm.weight", "holds 1 NaN or infinite weights"),
+    ],
+)
+def test_weights_and_scales_that_are_not_finite_are_named(folder, name, reason):
+    poisoned(folder, name)
+    with pytest.raises(ModelError, match=f"{name} {reason}"):
+        compress.load(folder)

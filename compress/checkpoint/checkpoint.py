@@ -20,6 +20,7 @@ from compress.checkpoint.caches import install_policies, read_policies
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.formats.native import WEIGHTS
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import StoredLayers, check_finite
 from compress.checkpoint.sources.files import fingerprint_of
@@ -152,7 +153,7 @@ class Checkpoint:
     def stated(self) -> Statement:
         """The content of config.json."""
         config = read_config(self.folder, self.source, self.trust_remote_code)
-        quantization, caches = (vars(config).pop(key, None) for key in STATED)
+        quantization, caches, _ = (vars(config).pop(key, None) for key in (*STATED, WEIGHTS))
         format_, quantization = _format_of(quantization, self.source)
         return Statement(config, format_, quantization, caches, masked_in(config))
 

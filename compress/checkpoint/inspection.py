@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.native import Native
@@ -246,9 +247,9 @@ def _inspect_gguf(path: Path) -> Inspection:
 
 def _gguf_modules(path: Path) -> tuple[str, list[Module]]:
     """Return the architecture, as an addition to a title, and the tensors of a GGUF file."""
-    from gguf import GGML_QUANT_SIZES, GGUFReader
+    from gguf import GGML_QUANT_SIZES
 
-    reader = GGUFReader(path)
+    reader = open_reader(path)
     architecture = reader.get_field("general.architecture")
     modules = []
     for tensor in reader.tensors:

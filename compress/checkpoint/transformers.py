@@ -42,6 +42,11 @@ class NativeQuantizer(HfQuantizer):
         """Raise ModelError for devices between which weights would have to move."""
         import_module("compress.checkpoint.filling").check_devices(device_map)
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Remove the entry of config.json with which transformers stops where this class is not registered."""
+        vars(config).pop("transformers_weights", None)
+        return config
+
     def preprocess_model(self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **kwargs: Any) -> None:
         """Take the weights of compressed linears out of the model, so that transformers does not load them."""
         filling = import_module("compress.checkpoint.filling")

@@ -156,7 +156,7 @@ class CheckpointWriter:
         if stated is not None:
             quantization = format_.state_cache(quantization, dense_names, stated)
         if quantization is not None:
-            config["quantization_config"] = quantization
+            config |= {"quantization_config": quantization, **format_.entries}
         if stated is None:
             config |= policy_entries(policies)
         pruned = {name for entry in self.shards.values() for name in entry.masked}

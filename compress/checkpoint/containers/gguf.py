@@ -22,6 +22,7 @@ from torch import Tensor
 
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.files import atomic, file_sha256
+from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.containers.safetensors import Header
 
 FILE = "model.gguf"
@@ -164,9 +165,7 @@ class GGUFTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        import gguf  # an optional dependency
-
-        reader = gguf.GGUFReader(path)
+        reader = open_reader(path)
         index = self._index(path, reader.get_field(INDEX))
         tensors = ((entry_of(index, tensor.name), tensor) for tensor in reader.tensors)
         self._tensors = {entry.name: (entry, tensor) for entry, tensor in tensors if entry is not None}

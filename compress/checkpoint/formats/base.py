@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -18,14 +18,6 @@ from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.base import CachePolicy
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern in a config matches the start of a name. Raises ValueError for an invalid pattern."""
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern[:100]!r} is no regular expression ({error})") from error
 
 
 def refuses_embeddings(scheme: LayerScheme, format_name: str) -> str | None:
@@ -144,6 +136,8 @@ class Format(ABC):
     """
 
     name: str
+    entries: Mapping[str, Any] = MappingProxyType({})
+    """Further entries of config.json in checkpoints of the format."""
     quant_method: str | None = None
     sparse: bool = False
     readers: tuple[str, ...] = ()

@@ -39,13 +39,14 @@ from compress.checkpoint.formats.accepted import (
     only,
     without_effect,
 )
-from compress.checkpoint.formats.base import Format, StoredLayer, matches, refuses_inputs
+from compress.checkpoint.formats.base import Format, StoredLayer, refuses_inputs
 from compress.checkpoint.formats.layouts.float_quantized import FloatQuantized
 from compress.checkpoint.formats.layouts.int_quantized import IntQuantized
 from compress.checkpoint.formats.layouts.layout import Layout, codes_of
 from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
 from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
+from compress.checkpoint.formats.patterns import matches
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, find_rounding, only_codes

@@ -31,7 +31,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from compress.checkpoint.formats.accepted import FLAG, INTEGER, NO_EFFECT, NULL, check_keys, only, without_effect
-from compress.checkpoint.formats.base import Format, matches
+from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.layouts.integer_groups import (
     KEYS,
     adapted_codes,
@@ -45,6 +45,7 @@ from compress.checkpoint.formats.layouts.integer_groups import (
     unsigned_zeros,
 )
 from compress.checkpoint.formats.layouts.layout import codes_of, columns_of_group
+from compress.checkpoint.formats.patterns import matches
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes

@@ -14,12 +14,13 @@ Shapes and dtypes of all tensors follow from the schemes (`weights`, one file pe
 smaller with its zeros in place: positions of kept weights cost more than they save if few weights of few bits were
 pruned. Such a layer is stored with its zeros and without its mask, unless the recipe says `sparse: always`.
 
-`compress.load` reads this format, and no other program does.
+`compress.load` reads this format, as does transformers after `import compress`; no other program does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -28,11 +29,19 @@ from compress.checkpoint.formats.base import LAYERS_KEYS, Format, layers_config,
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.scheme import LayerScheme, layer_tensors
 
+WEIGHTS = "transformers_weights"
+"""The entry of config.json in which transformers looks for the name of the file of weights.
+
+Without `import compress`, transformers would skip the `quantization_config` and fill the layers with random numbers.
+It stops with the text of this entry instead, which is not the name of a file (`_get_resolved_checkpoint_files`).
+"""
+
 
 class Native(Format):
     """The `native` format."""
 
     name = "native"
+    entries = MappingProxyType({WEIGHTS: "it is in format native of compress; write: import compress"})
     negative_scales = True
     quant_method = "compress"
     sparse = True

@@ -24,7 +24,9 @@ from compress.checkpoint.sources.gguf_contents import (
     check_undivided,
     header_of,
 )
+from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.narrow import record_narrow
+from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import ModelError
 
 CONVERTED = "compress/gguf-3"  # the number changes when the content of a folder does
@@ -106,7 +108,8 @@ def convert(path: Path, folder: Path) -> None:
     header = header_of(path)
     config = AutoConfig.from_pretrained(path.parent, **from_file)
     check_keys(header, config)
-    with torch.device("meta"):
+    check_config(config.to_dict(), trust_remote_code=False)
+    with torch.device("meta"), limited_modules(path.parent):
         check_tensors(header, AutoModelForCausalLM.from_config(config))
     loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, **loading)

@@ -21,6 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
+from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_of
 from compress.errors import ModelError
 
@@ -66,9 +67,7 @@ class GGUFHeader:
 
 def header_of(path: Path) -> GGUFHeader:
     """Read the header of a file. Raises ModelError for a part of a split file, and the errors of the `gguf` package."""
-    from gguf import GGUFReader  # an optional dependency
-
-    reader = GGUFReader(path)
+    reader = open_reader(path)
     values = {name: field.contents() for name, field in reader.fields.items()}
     check_undivided(path, int(values.get("split.count", 1)))
     return GGUFHeader(path, values, {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors})

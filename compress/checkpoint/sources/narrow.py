@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.containers.files import write_json
+from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.sources.stored import Place
 from compress.checkpoint.sources.untrusted import read_json
 from compress.numerics.dtypes import DTYPES, dtype_name
@@ -46,9 +47,7 @@ def narrow_dtype(folder: Path, stored: Mapping[str, Place]) -> torch.dtype | Non
 
 def record_narrow(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `RECORD` for a .gguf file and its converted tensors, unless a matrix of the file is stored in float32."""
-    from gguf import GGUFReader  # an optional dependency, present where .gguf files are converted
-
-    kinds = {str(tensor.tensor_type.name) for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
+    kinds = {str(tensor.tensor_type.name) for tensor in open_reader(path).tensors if len(tensor.shape) > 1}
     if "F32" in kinds or "F64" in kinds:
         return
     file_dtypes = {OWN[kind] for kind in kinds} if kinds <= set(OWN) else set()

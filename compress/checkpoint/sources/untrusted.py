@@ -92,7 +92,7 @@ def _read(path: Path) -> Any:
 
 def check_config(values: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Raise ValueError for entries of config.json that would make transformers loop for long, or fetch code."""
-    for key, value in values.items():
+    for key, value in ((str(key), value) for key, value in values.items()):
         if isinstance(value, Mapping):
             check_config(value, trust_remote_code)
         counts = key.startswith(("num_", "n_")) or key.endswith("_layers")

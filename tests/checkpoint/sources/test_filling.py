@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, pipeline
+import transformers.quantizers.auto as registries
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import compress
 from compress.checkpoint.filling import check_devices
@@ -117,3 +118,12 @@ def test_the_import_is_lazy_and_its_order_does_not_matter(first):
     code = f"import sys; {first}; {lazy} import transformers.quantizers.auto as a; assert 'compress' in a.AUTO_QUANTIZER_MAPPING"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_compress_transformers_stops_and_says_what_to_write(written, monkeypatch):
+    for mapping in (registries.AUTO_QUANTIZER_MAPPING, registries.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        monkeypatch.delitem(mapping, "compress")
+    with pytest.raises(ValueError, match="write: import compress"):
+        AutoModelForCausalLM.from_pretrained(written)
+    assert AutoConfig.from_pretrained(written).model_type == "llama"
+    assert AutoTokenizer.from_pretrained(written).vocab_size > 0

@@ -22,7 +22,7 @@ from compress.models.kinds.kinds import answers_prompts, kind_of
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Step
 from compress.recipe.yaml import plain_values
-from compress.report.names import HUB_ID
+from compress.report.names import HUB_ID, escaped, in_code
 from compress.report.sections import size_and_quality
 from compress.report.sections.base import table
 from compress.report.verdict import overlap_warnings
@@ -66,13 +66,13 @@ def card(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, 
     front = yaml.safe_dump(_metadata(report, source, facts, inherited), sort_keys=False, allow_unicode=True)
     name = Path(source).name
     recipe = yaml.safe_dump(report.reproduce.recipe, sort_keys=False, allow_unicode=True)
-    base = f"[{source}](https://huggingface.co/{source})" if _on_hub(source) else f"`{name}`"
-    base += "" if revision is None else f" (commit `{revision}`)"
+    base = f"[{source}](https://huggingface.co/{source})" if _on_hub(source) else in_code(name)
+    base += "" if revision is None else f" (commit {in_code(revision)})"
     steps = ", ".join(f"`{next(iter(step))}`" for step in report.reproduce.recipe["passes"])
     rows = size_and_quality.rows(report)
     parts = [
         f"---\n{front}---",
-        f"# {name}, compressed",
+        f"# {escaped(name)}, compressed",
         f"{base}, compressed by compress {report.compress} with {steps}. The checkpoint was read back and compared "
         "with the computed model before this card was written; the figures below are those of the stored checkpoint.",
         f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
@@ -172,9 +172,9 @@ def write_export_card(folder: Path, source: str, form: str, layers: Sequence[tup
     other_readers = f" {', '.join(readers)} read this format too." if readers else ""
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
-        f"# {Path(source).name}, as {form}",
-        f"Converted from `{Path(source).name}` by compress {__version__}, without calibration. The compressed layers "
-        "were read back and compared before this card was written.",
+        f"# {escaped(Path(source).name)}, as {form}",
+        f"Converted from {in_code(Path(source).name)} by compress {__version__}, without calibration. The compressed "
+        "layers were read back and compared before this card was written.",
         f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}",
         '## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n' + other_readers,
     ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from compress.evaluate.result import RunResult
-from compress.report.names import short_name
+from compress.report.names import escaped, short_name
 from compress.report.page.render import PageSection, page
 from compress.report.sections import SECTIONS
 
 
 def markdown(result: RunResult) -> str:
     """Render a result as Markdown; every figure comes from report.json."""
-    parts = [f"# {result.model.source}, compressed"]
+    parts = [f"# {escaped(result.model.source)}, compressed"]
     for section in sorted(SECTIONS.values(), key=lambda kind: kind.order):
         body = section().render(result)
         if body is not None:

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from compress.cli import main
-from compress.cli.show import printable
+from compress.cli.show import print_table, printable
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b"
 
@@ -34,3 +34,10 @@ def test_names_of_tensors_do_not_command_the_terminal(tmp_path):
 def test_errors_do_not_command_the_terminal(tmp_path):
     done = CliRunner().invoke(main, ["inspect", f"{tmp_path}/{HOSTILE}"], color=True)
     assert done.exit_code == 2 and "\x1b" not in done.output and r"\x1b[2J" in done.output
+
+
+def test_a_long_table_is_printed_as_columns(capsys):
+    print_table("", ("module", "bytes"), [(f"layers.{i}\x1b", f"{i}") for i in range(20_000)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20_001
+    assert lines[0].split() == ["module", "bytes"] and lines[-1].split() == [r"layers.19999\x1b", "19999"]

@@ -8,8 +8,10 @@ import pytest
 
 import compress
 from compress.evaluate.result import RunResult
+from compress.report.names import escaped, in_code
 from compress.report.render import markdown
 from compress.report.sections import SECTIONS, checks, journal, layer_errors, size_and_quality, time_and_memory
+from compress.report.sections.base import table
 from compress.report.write import write_report
 
 MB = 1_000_000
@@ -241,3 +243,13 @@ def test_both_files_are_written(report, tmp_path):
     write_report(RunResult.from_json(report), tmp_path)
     assert RunResult.from_json(json.loads((tmp_path / "report.json").read_text())) == RunResult.from_json(report)
     assert (tmp_path / "report.md").read_text() == markdown(RunResult.from_json(report))
+
+
+NAME = "a|b [x](https://example.org) <img src=x> `c`\n# d"
+
+
+def test_names_of_files_are_text_in_markdown():
+    shown = escaped(NAME)
+    assert shown == r"a\|b \[x](https://example.org) \<img src=x> \`c\` # d"
+    assert in_code(NAME) == "`a|b [x](https://example.org) <img src=x> c # d`"
+    assert table(("module",), [(NAME,)]).splitlines()[2] == f"| {shown} |"

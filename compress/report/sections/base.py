@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.result import RunResult
+from compress.report.names import escaped
 from compress.report.page.blocks import Code, PageBlock
 
 MB = 1e6
@@ -37,6 +38,6 @@ class Section(ABC):
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Format a Markdown table; cells are plain text."""
+    lines = [head, ["---"] * len(head), *(map(escaped, row) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

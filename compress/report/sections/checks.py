@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.result import RunResult
+from compress.report.names import escaped
 from compress.report.page.blocks import Items, PageBlock
 from compress.report.sections.base import Section
 
@@ -17,7 +18,7 @@ class ChecksSection(Section):
     order: ClassVar[int] = 30
 
     def render(self, result: RunResult) -> str:
-        return "\n".join(f"- {line}" for line in lines(result))
+        return "\n".join(f"- {escaped(line)}" for line in lines(result))
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
         return [Items(lines(result))]

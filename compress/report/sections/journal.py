@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from compress.evaluate.result import RunResult
 from compress.passes.contract.journal import JournalEntry
+from compress.report.names import escaped
 from compress.report.page.blocks import JournalItem, PageBlock, Prose
 from compress.report.sections.base import Section
 
@@ -24,7 +25,7 @@ class JournalSection(Section):
     order: ClassVar[int] = 90
 
     def render(self, result: RunResult) -> str:
-        return "\n".join(f"- {line}" for line in lines(result)) or QUIET
+        return "\n".join(f"- {escaped(line)}" for line in lines(result)) or QUIET
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
         groups = [JournalItem(kind, message, _shortened(places)) for (kind, message), places in grouped(result).items()]

@@ -10,6 +10,7 @@ from compress.evaluate.divergence import Divergence
 from compress.evaluate.perplexity import TextQuality
 from compress.evaluate.result import RunResult
 from compress.evaluate.speed import SpeedResult
+from compress.report.names import escaped
 from compress.report.page.blocks import Items, KeyFigure, KeyFigures, Lead, PageBlock
 from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error
 from compress.report.sections.base import Section
@@ -32,7 +33,7 @@ class VerdictSection(Section):
     order: ClassVar[int] = 5
 
     def render(self, result: RunResult) -> str:
-        return "\n".join(f"- {sentence}" for sentence in of_result(result))
+        return "\n".join(f"- {escaped(sentence)}" for sentence in of_result(result))
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
         figures = [_size(result), *_speed(result)]

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_layers import RandomLayer, random_tensors
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.checkpoint import STATED
+from compress.layers.scheme import LayerScheme
 
 VALUES: list[Any] = [
     None,
@@ -352,6 +354,89 @@ def indexes(draw: Draw) -> None:
     save_file(held, path, metadata={"format": "pt"})
 
 
+def layer(draw: Draw) -> None:
+    """Describe a layer of format native anew, mostly with tensors of this description."""
+    path = draw.folder / "config.json"
+    config = draw.json(path)
+    layers = (config.get("quantization_config") or {}).get("layers") if isinstance(config, dict) else None
+    if not isinstance(layers, dict) or not layers:
+        return
+    name = draw.random.choice(sorted(layers))
+    try:
+        rows, width = layers[name]["shape"]
+        layers[name] = RandomLayer(draw.random, (rows, width)).scheme()
+        scheme = LayerScheme.from_json(layers[name])
+    except (ValueError, TypeError, KeyError):  # an earlier change, or a description that is refused
+        draw.place(path, json.dumps(config).encode())
+        return
+    draw.place(path, json.dumps(config).encode())
+    tensors = {f"{name}.{key}": tensor for key, tensor in random_tensors(scheme, draw.random).items()}
+    index = draw.folder / "model.safetensors.index.json"
+    shards = [p for p in sorted(draw.folder.glob("*.safetensors")) if p.is_file() and not p.is_symlink()]
+    for shard in shards:
+        try:
+            held = {key: tensor.clone() for key, tensor in load_file(shard).items()}
+        except (SafetensorError, OSError, ValueError, KeyError):  # an earlier change
+            continue
+        earlier = {key for key in held if key.startswith(f"{name}.") and not key.endswith(".bias")}
+        if earlier:
+            save_file({k: t for k, t in held.items() if k not in earlier} | tensors, shard, metadata={"format": "pt"})
+            listed = draw.json(index) if index.exists() else None
+            if isinstance(listed, dict) and isinstance(listed.get("weight_map"), dict):
+                places = {key: place for key, place in listed["weight_map"].items() if key not in earlier}
+                listed["weight_map"] = places | dict.fromkeys(tensors, shard.name)
+                draw.place(index, json.dumps(listed).encode())
+
+
+PATTERNS = [
+    "(a|a)*$",
+    "((.*)*)*x",
+    "(?:[a-z.]+)+0$",
+    "(.|m)*(.|o)*z",
+    ".*" * 40 + "z",
+    "(" * 500 + "a",
+    "a{1,99999999}",
+]
+"""Regular expressions for which backtracking takes exponential time, and some that are none."""
+LARGE = [2**40, 10**7, 2**31, 2**62]
+
+
+def bomb(draw: Draw) -> None:
+    """Ask for work or memory that the files are too small for: sizes, lists and patterns of a config, a GGUF header."""
+    chance, path = draw.random, draw.folder / "config.json"
+    config, files = (
+        draw.json(path),
+        [p for p in sorted(draw.folder.glob("*.gguf")) if p.is_file() and not p.is_symlink()],
+    )
+    if files and chance.random() < 0.7:
+        data = draw.data(files[0])
+        at = chance.choice([8, 16, chance.randrange(24, max(25, min(len(data) - 8, 4000)))])
+        data[at : at + 8] = struct.pack("<Q", chance.choice([2**62, 2**40, 2**63, 2**33, 1 << 24]))
+        draw.place(files[0], data)
+    stated = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(stated, dict):
+        return
+    pattern = chance.choice(PATTERNS)
+    changes: list[Callable[[], Any]] = [
+        lambda: stated.update(ignore=[f"re:{pattern}"] * chance.choice([1, 100])),
+        lambda: stated.update(dynamic={f"+:{pattern}": {"bits": 4}, f"-:{pattern}": {}}),
+        lambda: stated.update(group_size=chance.choice(LARGE)),
+    ]
+    places = [place for place in entries(stated) if isinstance(place[0][place[1]], int)]
+    if places:
+        holder, key = chance.choice(places)
+        changes += [lambda: holder.update({key: chance.choice(LARGE)}) if isinstance(holder, dict) else None] * 3
+    groups = [values for values, key in entries(stated) if key == "targets"]
+    if groups:
+        changes.append(lambda: groups[0].update(targets=[f"re:{pattern}"]))
+    lists = [values for values, key in entries(stated) if key in ("parts", "transforms") and values[key]]
+    if lists:
+        values, key = chance.choice(lists), chance.choice(["parts", "transforms"])
+        changes.append(lambda: values.update({key: (values.get(key) or values["parts"]) * 20_000}))
+    chance.choice(changes)()
+    draw.place(path, json.dumps(config).encode())
+
+
 CHANGES: tuple[Callable[[Draw], None], ...] = (
     truncate,
     flip,
@@ -378,4 +463,8 @@ CHANGES: tuple[Callable[[Draw], None], ...] = (
     indexes,
     indexes,
     indexes,
+    layer,
+    layer,
+    bomb,
+    bomb,
 )

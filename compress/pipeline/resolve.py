@@ -35,14 +35,14 @@ from compress.numerics.dtypes import DTYPES
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.journal import Journal
-from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates, chosen_linears
+from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates, chosen_linears, works_on
 from compress.pipeline.ends import check_ends
 from compress.pipeline.texts import suited, with_divided_texts
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
 from compress.sweep.capture import ModelShell
 from compress.sweep.quantized_embeddings import embeddings_of
-from compress.train.options import missing_kind
+from compress.train.student import check_trained, norms_of
 
 EARLIER: dict[Fact, str] = {
     "masked": "earlier passes (masks: forget in the recipe drops the zeros of a dense model)",
@@ -161,7 +161,7 @@ def resolve_passes(
         _check_sweep(step, chosen, swept, facts, pass_label)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_mixed(step, list(schemes) if needs.new_shape else chosen, schemes, pass_label)
-        _check_trained(step, _together(step, chosen, opened), schemes, format_, pass_label)
+        _check_trained(step, chosen, opened, schemes, format_, pass_label)
         _check_layers(step, chosen, schemes, format_, pass_label)
         _check_transforms(step, chosen, most, format_, pass_label)
         steps.append((pass_label, step, chosen))
@@ -303,25 +303,43 @@ def nothing_compressed(pass_label: str, count: int, hint: str = "") -> TargetErr
     )
 
 
-def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[str]]:
-    """The linears that a pass meets together: all for a pass over the whole model, or those of each block."""
-    if isinstance(step, ModelPass):
-        return [list(names)]
-    ends = [[end.name] for end in find_ends(opened.model) if end.name in names]
-    parts = ends + [[name for name in names if name.startswith(f"{block.name}.")] for block in opened.blocks]
-    return [part for part in parts if part]
-
-
 def _check_trained(
-    step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, pass_label: str
+    step: Pass,
+    names: Sequence[str],
+    opened: OpenModel,
+    schemes: Mapping[str, LayerScheme],
+    format_: Format,
+    pass_label: str,
 ) -> None:
     """Raise TargetError if parameters to train do not exist. schemes: of the layers before the pass."""
-    for names in parts if step.requires.trains else ():
-        layer_schemes = [schemes[name] for name in names]
-        stored = [format_.adapt(s) or LayerScheme(s.shape) for s in layer_schemes]
-        reason = missing_kind(step.requires.trains, layer_schemes, stored, format_.name)
-        if reason is not None:
-            raise TargetError(f"{pass_label}: {reason}")
+    if not (step.requires.trains or step.requires.training):
+        return
+    if isinstance(step, ModelPass):
+        modules: dict[str, nn.Module] = {"": opened.model}
+    else:
+        modules = {block.name: block.module for block in opened.blocks}
+    for root, module in modules.items():
+        prefix = f"{root}." if root else ""
+        inside = [name for name in names if name.startswith(prefix)]
+        if not inside:
+            continue
+        starts = [schemes[name] for name in inside]
+        ends = [own_options(step, name).effects(schemes[name]).scheme for name in inside]
+        stored = [format_.adapt(scheme) or LayerScheme(scheme.shape) for scheme in starts]
+        learns_scales = any(e.free_scales and not s.quantized for s, e in zip(starts, ends, strict=True))
+        exists = {
+            "scales": learns_scales or any(scheme.free_scales for scheme in stored),
+            "norms": any(works_on(step, prefix + name.rpartition(".")[0]) for name in norms_of(module)),
+            "weights": not all(scheme.quantized for scheme in stored),
+            "biases": any(getattr(opened.model.get_submodule(name), "bias", None) is not None for name in inside),
+        }
+        available = [kind for kind in exists if exists[kind]]
+        if "scales" in step.requires.trains and not exists["scales"] and any(s.free_scales for s in starts):
+            raise TargetError(
+                f"{pass_label}: save.format {format_.name} stores no scales; use save: {{format: compressed-tensors}}, "
+                f"or train: [{', '.join(available)}]"
+            )
+        check_trained(step.requires.trains, available, f"{pass_label} {root}".strip())
 
 
 def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:

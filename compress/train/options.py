@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
@@ -13,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import get_scheduler
 
-from compress.layers.scheme import LayerScheme
 from compress.passes.contract.memory import ProblemSize
 from compress.train.lion import Lion
 from compress.train.parametrization import Kind, ParameterKind
@@ -196,29 +194,3 @@ class TrainingOptions(LoopOptions):
     def _trained(self, size: ProblemSize) -> int:
         kinds = self.train or get_args(Kind)
         return size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
-
-
-def missing_kind(
-    kinds: Sequence[str], layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str
-) -> str | None:
-    """Return why a kind of parameters to train does not exist, or None.
-
-    Scales may have no place in the format, and weights may all be packed.
-
-    Args:
-        kinds: the kinds that the recipe names.
-        layers: schemes of the layers before the pass.
-        stored: the same in the form that the format stores.
-        format_: name of the format.
-    """
-    rest = ", ".join([*(kind for kind in kinds if kind not in ("scales", "weights", "norms")), "norms"])
-    if "scales" in kinds and not any(scheme.free_scales for scheme in stored):
-        if any(scheme.quantized and scheme.free_scales for scheme in layers):
-            return (
-                f"save.format {format_} stores no scales; use save: {{format: compressed-tensors}}, "
-                f"or train: [{rest}, weights]"
-            )
-        return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{rest}]"
-    if "weights" in kinds and stored and all(scheme.quantized for scheme in stored):
-        return f"train: weights matches no parameter: all layers are quantized; write train: [{rest}, scales]"
-    return None

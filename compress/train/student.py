@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import get_args
@@ -160,7 +160,7 @@ def trainable(
     try:
         model.requires_grad_(False)
         _choose(student, train or KINDS, is_target, parametrize, is_whole_model)
-        _check(student, train, label)
+        check_trained(train or (), [kind for kind in KINDS if student.parameters[kind]], label)
         for parameter in student.named().values():
             parameter.requires_grad_(True)
         yield student
@@ -183,11 +183,10 @@ def _choose(
     names = [block.name for block in find_blocks(model)] if is_whole_model else []
     student.blocks = [model.get_submodule(name) for name in names]
     blocks = tuple(f"{name}." for name in names) if is_whole_model else ("",)
-    linear_by_name = linears(model)
-    shared = {
-        id(parameter) for module in linear_by_name.values() for parameter in module.parameters()
-    }  # for example a head's bias
-    for name, module in linear_by_name.items():
+    if "norms" in train:
+        norms = norms_of(model).items()
+        parameters["norms"] |= {name: norm for name, norm in norms if is_target(name.rpartition(".")[0])}
+    for name, module in linears(model).items():
         is_chosen = name.startswith(blocks) and is_target(name)
         is_packed = isinstance(module, CompressedLinear) and module.quantized
         trains_layer = "weights" in train or ("biases" in train and module.bias is not None)
@@ -196,13 +195,6 @@ def _choose(
             _put(model, name, trained)
             if is_chosen:
                 _choose_of_layer(student, name, trained, train, parametrize)
-    linear_prefixes = tuple(f"{name}." for name in linear_by_name)
-    other_parameters = {
-        n: p for n, p in model.named_parameters() if not n.startswith(linear_prefixes) and id(p) not in shared
-    }
-    for name, parameter in other_parameters.items():
-        if parameter.dim() == 1 and is_target(name.rpartition(".")[0]) and "norms" in train:
-            parameters["norms"][name] = parameter
 
 
 def _choose_of_layer(
@@ -226,7 +218,7 @@ def _choose_of_layer(
         student.parameters["biases"][f"{name}.bias"] = bias
 
 
-_REQUIRED: dict[Kind, str] = {
+_REQUIRED = {
     "scales": "is packed with scales that are stored as floats",
     "norms": "has a norm (1-dimensional weights) that matches the targets",
     "weights": "is dense",
@@ -234,15 +226,29 @@ _REQUIRED: dict[Kind, str] = {
 }
 
 
-def _check(student: Student, train: Sequence[Kind] | None, label: str) -> None:
-    for kind in train or ():
-        if not student.parameters[kind]:
+def check_trained(train: Sequence[str], available: Collection[str], label: str) -> None:
+    """Raise TargetError if a requested kind matches no parameter, or no kind does.
+
+    Args:
+        train: requested kinds; empty for all that exist.
+        available: kinds with parameters among the targeted modules.
+        label: prefix of error messages.
+    """
+    for kind in train:
+        if kind not in available:
+            other_kinds = ", ".join(other for other in KINDS if other in available)
+            remedy = f"write train: [{other_kinds}]" if available else "widen its targets"
             raise TargetError(
-                f"{label}: train: {kind} matches no parameter: none of the targeted modules {_REQUIRED[kind]}; "
-                f"remove {kind} from train"
+                f"{label}: train: {kind} matches no parameter: none of the targeted modules {_REQUIRED[kind]}; {remedy}"
             )
-    if not student.named():
+    if not available:
         raise TargetError(f"{label}: the targeted modules have no parameters to train; widen its targets")
+
+
+def norms_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the 1-dimensional parameters of modules other than linears, by full name."""
+    of_linears = {id(parameter) for module in linears(model).values() for parameter in module.parameters()}
+    return {name: p for name, p in model.named_parameters() if p.dim() == 1 and id(p) not in of_linears}
 
 
 def _widen(model: nn.Module) -> dict[str, torch.dtype]:

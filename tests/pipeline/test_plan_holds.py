@@ -14,9 +14,11 @@ from compress import (
     OWQ,
     QAT,
     RTN,
+    BlockAP,
     ChannelPermutation,
     Distill,
     DropBlocks,
+    Finetune,
     KVCache,
     LLMInt8,
     LoRC,
@@ -63,6 +65,12 @@ CHAINS = {
     "scales that are no floats": [RTN(weights="mxfp4"), Distill(train=["scales"], **FEW)],
     "weights": [RTN(group_size=16), Distill(train=["weights"], **FEW)],
     "scales of dense layers": [Magnitude(), Distill(train=["scales"], **FEW)],
+    "scales of tiles": [RTN(weights="fp8_e4m3", group_size=16, block_rows=16), Distill(train=["scales"], **FEW)],
+    "adapters of codes": [RTN(weights="nf4_dq", group_size=16), Finetune(lora_rank=2, **FEW)],
+    "no biases": [Finetune(train=["weights", "biases"], **FEW)],
+    "no biases, rounded": [QAT(group_size=16, train=["weights", "biases"], **FEW)],
+    "no biases in blocks": [BlockAP(group_size=16, train=["weights", "biases"], **FEW)],
+    "no norms": [RTN(group_size=16), LKD(train=["norms"], targets="*_proj", **FEW)],
     "learned": [QAT(group_size=16, train=["weights", "scales"], **FEW)],
 }
 
@@ -153,12 +161,12 @@ def test_a_scheme_follows_a_change_of_the_shape(before, format_, recipe, tmp_pat
         (
             "native",
             "scales that are no floats",
-            r"train: scales matches no parameter: no layer is packed with float scales",
+            r"train: scales matches no parameter: none of the targeted modules is packed with scales .* write train: \[norms\]",
         ),
         (
             "native",
             "weights",
-            r"train: weights matches no parameter: all layers are quantized; write train: \[norms, scales",
+            r"train: weights matches no parameter: none of the targeted modules is dense; write train: \[scales, norms\]",
         ),
         ("native", "scales of dense layers", r"train: scales matches no parameter"),
         (

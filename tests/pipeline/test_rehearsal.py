@@ -16,6 +16,7 @@ from compress.pipeline import rehearsal
         ("opt", Rotate(), "would mix heads; use residual: false"),
         ("gemma2", SliceGPT(sparsity=0.25, multiple=8), "a norm after attention or feed-forward layer"),
         ("qwen3-moe", Rotate(), "its norm is also read by a router"),
+        ("qwen3-next", DropBlocks(count=1, by="spacing"), "cannot run the model without the blocks"),
         ("phi3", Narrow(ffn=0.5, multiple=2), "its input channels cannot be permuted"),
     ],
 )

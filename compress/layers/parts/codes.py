@@ -101,7 +101,7 @@ class CodesScheme(PartScheme):
 
     @property
     def free_scales(self) -> bool:
-        return self.grid.free_scales
+        return self.grid.free_scales and self.rows == 1
 
     @property
     def scale_groups(self) -> GroupSize:
@@ -350,7 +350,7 @@ class CodesPart(WeightPart):
 
     @property
     def free_scale(self) -> Float[Tensor, "out groups"] | None:
-        return self.scale if self.scheme.free_scales and self.scheme.rows == 1 else None
+        return self.scale if self.scheme.free_scales else None
 
     def with_scale(self, scale: Float[Tensor, "out groups"]) -> CodesPart:
         return self.changed(scale=scale)

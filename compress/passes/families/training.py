@@ -122,7 +122,7 @@ class TrainingPass(TrainingOptions, ModelPass):
             layer_map=self.layer_map,
             objective=True,
             training=True,
-            trains=self.train or (),
+            trains=self.kinds or (),
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -13,7 +14,7 @@ from compress.layers.linear import CompressedLinear, replace_linear
 from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.rounding import rounding_bytes
-from compress.passes.contract.facts import Log
+from compress.passes.contract.facts import Log, Requirements
 from compress.passes.contract.layers import BlockInputs, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -55,6 +56,10 @@ class BlockAP(LearnedRoundingPass, ReconstructionPass):
             raise ValueError("train must include weights; to learn only scales and norms, use gptq, then lkd")
         if not self.grid.free_scales:
             raise ValueError(f"weights {self.weights}: its scales are no plain floats to be learned; use signround")
+
+    @property
+    def requires(self) -> Requirements:
+        return replace(super().requires, trains=self.train or ())
 
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, start and training, plus starting weights, a copy of the block and targets."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,6 @@ from compress.layers.transforms.rounding import InputRounding
 from compress.models.structure.blocks import find_blocks
 from compress.numerics.quant.rounding import GridOptions
 from compress.passes.contract.context import Run
-from compress.passes.contract.facts import Requirements
 from compress.passes.contract.options import INHERITED, OF_THE_WHOLE
 from compress.passes.contract.passes import works_on
 from compress.passes.families.quantizing import Quantizing
@@ -62,10 +60,6 @@ class QAT(Quantizing, TrainingPass):
                 f"weights {self.weights}: layers with the same input must share a factor of their scales, but this "
                 "pass trains each layer alone; use mxfp4, or another grid"
             )
-
-    @property
-    def requires(self) -> Requirements:
-        return replace(super().requires, trains=())  # the scales to train are those of the grid
 
     def apply(self, model: nn.Module, run: Run) -> None:
         survey, label = self.survey(), run.label or self.key()

@@ -70,8 +70,8 @@ class DropBlocks(ReshapingPass):
 
     @property
     def requires(self) -> Requirements:
-        # no rehearsal: the data decide which blocks are removed, and so the errors
-        return replace(super().requires, objective=self.by == "loss", rehearsal=None)
+        fixed = self.by == "spacing"  # otherwise the data decide which blocks are removed, and so the errors
+        return replace(super().requires, objective=self.by == "loss", rehearsal=self if fixed else None)
 
     def adapt_objective(self, lm_objective: ModelKind, label: str) -> ModelKind:
         check_learns(lm_objective, label, "write by: influence")

@@ -42,7 +42,7 @@ class Finetune(TrainingPass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.lora_rank is not None and self.train is not None and "weights" not in self.train:
-            raise ValueError("lora_rank needs weights in train; add weights to train, or leave train out")
+            raise ValueError("lora_rank needs weights in train; add weights to train, or leave out train or lora_rank")
 
     def without_effect(self) -> dict[str, str]:
         idle = super().without_effect()

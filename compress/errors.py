@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -20,6 +20,18 @@ class UserError(CompressError):
     """A mistake in the input that the user must correct; exit code 2."""
 
     exit_code = 2
+
+
+class SeveralErrors(UserError):  # noqa: N818  it holds several
+    """Several mistakes of one recipe.
+
+    Attributes:
+        errors: the mistakes, each as it would be raised alone.
+    """
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        super().__init__("\n".join([f"{len(errors)} problems:", *(f"- {error}" for error in errors)]))
+        self.errors = tuple(errors)
 
 
 class RecipeError(UserError):

@@ -37,6 +37,7 @@ ERRORS = {
     "UserError": 2,
     "ProcessError": 1,
     "RecipeError": 2,
+    "SeveralErrors": 2,
     "ModelError": 2,
     "NotThisFormat": 2,
     "CannotRun": 2,

@@ -2,19 +2,113 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
+from torch import Tensor, nn
 
 from compress.checkpoint.caches import install_policies
 from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer
-from compress.checkpoint.sources.hub import commit_of
+from compress.checkpoint.sources.hub import commit_of, folder_of
 from compress.checkpoint.sources.narrow import narrow_dtype
+from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
 from compress.models.computation import widened
 from compress.models.experts import open_experts
-from compress.models.structure.blocks import find_blocks
+from compress.models.structure.blocks import Block, find_blocks
+from compress.models.structure.ends import tie
+from compress.models.tensors import assign
+
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+"""Files of weights that are not read; a folder with them alone is refused."""
+PLACEHOLDER = 0.01
+"""The value of all weights of a model that is opened without weights."""
+
+
+@dataclass
+class Placeholders(Weights):
+    """Weights of a model of which only the configuration is known: all have one value, and take no memory."""
+
+    def bring(self, block: Block) -> None:
+        """Give the block weights."""
+        assign(block.module, _placeholders(block.module))
+
+    def release(self, block: Block) -> None:
+        """Take the weights from the block."""
+        block.module.to(device="meta")
+
+
+def open_for_plan(
+    source: str,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    masks: MaskPolicy = "keep",
+    codes: bool = False,
+) -> OpenModel:
+    """Open a model to plan with it: a dense model from its configuration and tokenizer if its weights are not there.
+
+    Of a model of the hub, no weights are fetched, unless it is compressed: its layers follow from the stored tensors.
+
+    Args:
+        source: as of `open_model`, and also a folder without weights.
+        dtype: as of `open_model`.
+        masks: as of `open_model`.
+        codes: as of `open_model`.
+
+    Raises:
+        ModelError: for a model that is not found, damaged or not supported.
+    """
+    folder = None if source.endswith(".gguf") else folder_of(source, weights=False)
+    if folder is None or _has_weights(folder):
+        return open_model(source, dtype, None, trust_remote_code, masks, codes)
+    checkpoint = Checkpoint(folder, source, dtype, trust_remote_code=trust_remote_code)
+    if checkpoint.format is not None or checkpoint.stated.caches:
+        return open_model(source, dtype, None, trust_remote_code, masks, codes)
+    checkpoint.stored = {}
+    stated = getattr(checkpoint.stated.config, "dtype", None)  # the model's own is that of computation
+    model = checkpoint.skeleton().eval()
+    check_supported(model, f"model: {source}")
+    blocks = find_blocks(model)
+    prefixes = tuple(f"{block.name}." for block in blocks)
+    assign(model, {n: t for n, t in _placeholders(model).items() if not n.startswith(prefixes)})
+    tie(model)
+    texts, notes = read_sentence_files(folder)
+    notes += checkpoint.notes + widened(checkpoint.dtypes[1])
+    notes.append("planned without the weights: zeros of an earlier pruning, and tensors that differ, are not known")
+    return OpenModel(
+        model,
+        blocks,
+        Placeholders(),
+        read_tokenizer(folder, trust_remote_code),
+        source,
+        checkpoint.fingerprint,
+        checkpoint.device,
+        checkpoint.dtype,
+        notes,
+        read_side_files(folder, trust_remote_code) | texts,
+        stated if isinstance(stated, torch.dtype) and stated.itemsize == 2 else None,
+        checkpoint.dtypes[1],
+        commit_of(folder),
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether weights are there; those of a local folder also in part, or in another form."""
+    names = [path for pattern in ("*.safetensors", "*.gguf", *PICKLED) for path in folder.glob(pattern)]
+    return bool(names) and (commit_of(folder) is None or all(path.exists() for path in weight_files(folder)))
+
+
+def _placeholders(module: nn.Module) -> dict[str, Tensor]:
+    """Return a value for every parameter without data: one number in memory, in the shape of the parameter."""
+    return {
+        name: torch.full((), PLACEHOLDER, dtype=parameter.dtype).expand(parameter.shape)
+        for name, parameter in module.named_parameters()
+        if parameter.is_meta
+    }
 
 
 def open_model(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from compress.cli.show import echo
-from compress.errors import CompressError, ProcessError
+from compress.errors import CompressError, ProcessError, SeveralErrors
 
 INTERRUPTED = 130
 AGAIN = "interrupted; run the same command again to resume"
@@ -29,7 +29,7 @@ EXIT_CODES = {
 
 
 class ErrorGroup(click.Group):
-    """Print errors as one line and exit with their code; --debug at any position shows the traceback."""
+    """Print errors as one line each and exit with their code; --debug at any position shows the traceback."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the exit codes."""
@@ -43,29 +43,31 @@ class ErrorGroup(click.Group):
         debug = len(plain) < len(arguments)
         try:
             code = super().main(plain, *positional, **{**kwargs, "standalone_mode": False})
+        except SeveralErrors as error:
+            _fail([str(problem) for problem in error.errors], error.exit_code, debug)
         except ProcessError as error:
             if error.told and not debug:
                 sys.exit(error.exit_code)
-            _fail(str(error), error.exit_code, debug)
+            _fail([str(error)], error.exit_code, debug)
         except CompressError as error:
-            _fail(str(error), error.exit_code, debug)
+            _fail([str(error)], error.exit_code, debug)
         except (click.exceptions.Abort, KeyboardInterrupt):
-            _fail(AGAIN, INTERRUPTED, debug)
+            _fail([AGAIN], INTERRUPTED, debug)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
         except OSError as error:
-            _fail(str(error), 1, debug)
+            _fail([str(error)], 1, debug)
         except Exception as error:
             name = f"{type(error).__name__}: {error}".removesuffix(": ")
             hint = "run the same command with --debug for the traceback, and report it as a bug with the recipe"
-            _fail(f"unexpected {name}; {hint}", 1, debug)
+            _fail([f"unexpected {name}; {hint}"], 1, debug)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int, debug: bool) -> NoReturn:
-    """Print one line, or the traceback with --debug, to standard error and exit."""
-    echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
+def _fail(messages: Sequence[str], code: int, debug: bool) -> NoReturn:
+    """Print a line for each message, or the traceback with --debug, to standard error and exit."""
+    echo(traceback.format_exc() if debug else "\n".join(f"error: {' '.join(m.split())}" for m in messages), err=True)
     sys.exit(code)
 
 

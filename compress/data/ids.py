@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +19,12 @@ from compress.data.listed import check_listed, listed_sample, lists_of, share_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
 from compress.data.pieces import PIECE, Piece, TextShare, TextTally, draw, shared
 from compress.data.sources import check_source, read_pieces, template_name
-from compress.data.text_source import Part, TextSource, as_source
+from compress.data.text_source import SECTIONS, Part, TextSource, as_source
 from compress.data.tokenization import encode, join, stream_of
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import Examples
-from compress.models.kinds.contract import text_config, text_lengths
-from compress.models.kinds.kinds import adapter_of, described
+from compress.models.kinds.contract import text_lengths
+from compress.models.kinds.kinds import adapter_of, described, most_tokens
 from compress.models.structure.ends import vocabulary_size
 
 POOL, POOL_CHARACTERS = 1 << 21, 64
@@ -472,17 +471,19 @@ def check_text(
         added = special_tokens_around(needed) if is_bounded else [opening_tokens(source, needed, part)]
         around = [len(tokens) for tokens in added]
     if length is not None and text_lengths(texts, length)[-1] <= sum(around):
-        raise CalibrationError(f"{part}: length {length} leaves no room beside the special tokens; use a larger length")
+        raise CalibrationError(
+            f"{SECTIONS[part]}: length {length} leaves no room beside the special tokens; use a larger length"
+        )
     limit, tokens = source.max_tokens_per_document, extent(source, part, count, length)[1]
     if not source.packing and limit is not None and limit + sum(around) < tokens:
         raise CalibrationError(
             f"{part}: no document of {source.label} fills a sequence of {tokens} tokens, because "
             f"max_tokens_per_document is {limit}; use a shorter length, or packing: true"
         )
-    longest: Any = getattr(text_config(model.config), "max_position_embeddings", None)
-    if longest is not None and 0 < texts * longest < tokens:  # some configurations say -1: no limit
+    longest = most_tokens(model)
+    if longest is not None and longest < tokens:
         raise CalibrationError(
-            f"{part}: length {tokens} exceeds the model's {texts * longest} positions; use length <= {texts * longest}"
+            f"{SECTIONS[part]}: length {tokens} exceeds the model's {longest} positions; use length <= {longest}"
         )
     if tokens == 1:
         raise CalibrationError(

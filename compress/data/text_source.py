@@ -16,6 +16,8 @@ SPLITS: dict[Part, str] = {"calibration": "train", "test": "test"}
 
 FILES = (".txt", ".jsonl", ".json", ".npy", ".safetensors")
 """Endings of local files of texts, ids and lists."""
+SECTIONS: dict[Part, str] = {"calibration": "calibration", "test": "eval"}
+"""The section of a recipe that states the texts of a part."""
 
 CHATS = (".jsonl", ".json", "ultrachat")
 """Endings of sources whose documents may be conversations."""

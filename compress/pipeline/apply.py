@@ -25,6 +25,7 @@ from compress.pipeline.needs import check_original_given
 from compress.pipeline.resolve import resolve, run_of, teachers
 from compress.pipeline.sources import in_memory
 from compress.pipeline.texts import PROBE_TOKENS
+from compress.recipe.calibration import Calibration
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe, Save, read_passes
 
@@ -65,8 +66,16 @@ def apply(
     opened = in_memory(model, tokenizer)
     for log in with_masks(opened, masked_in(model.config), masks).notes:
         journal.add("note", "model", log)
-    recipe = Recipe.model_construct(model=type(model).__name__, passes=passes, save=Save(format="native"), eval=None)
+    recipe = Recipe.model_construct(
+        model=type(model).__name__,
+        passes=passes,
+        save=Save(format="native"),
+        calibration=Calibration(sequences=None, length=None),  # the caller gives token ids
+        eval=None,
+    )
     resolved = resolve(recipe, opened)
+    for log in resolved.fitted:
+        journal.add("note", "plan", log)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
     examples = None if calibration is None else examples_of(model, calibration)

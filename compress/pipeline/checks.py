@@ -1,7 +1,7 @@
 """The checks of a recipe on a model, which `plan` prints and `run` passes before it starts.
 
-A check raises the error of what a run would refuse, and returns notes on what a user should know before it. A new check
-is a function, and its name in `CHECKS`. No check reads weights.
+A check raises the error of what a run would refuse, and returns notes on what a user should know before it. The errors
+of all checks are raised together. A new check is a function, and its name in `CHECKS`. No check reads weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from compress.passes.contract.facts import ANY_LAYER
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.needs import check_original, check_teachers
 from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
+from compress.pipeline.problems import Problems
 from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.servers import check_servers
@@ -51,12 +52,12 @@ def check_end_types(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, .
 
 
 def check_evaluation(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
-    """Check the texts, and the objective of the evaluation; return what is left out for this kind of model."""
+    """Check the texts, and the objective of the evaluation; return how the recipe was fitted to the model."""
     opened = resolved.opened
     check_texts(resolved.recipe, opened)
     if texts_of(resolved.recipe.eval, opened.model):
         objective_of(opened.model, opened.tokenizer)  # it needs the mask token
-    return resolved.left_out
+    return resolved.fitted
 
 
 CHECKS: tuple[Check, ...] = (
@@ -76,5 +77,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def check_all(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """Return the notes of all checks. Raises the error of the first check that fails."""
-    return [note for check in CHECKS for note in check(resolved, facts)]
+    """Return the notes of all checks. Raises the error of the check that fails, or SeveralErrors."""
+    problems = Problems()
+    notes = [problems.attempt(check, resolved, facts) for check in CHECKS]
+    problems.check()
+    return [note for check_notes in notes for note in check_notes or ()]

@@ -35,6 +35,7 @@ from compress.passes.contract.context import Run, device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes, copies_limit
 from compress.passes.contract.processes import Processes
+from compress.pipeline.defaults import with_fitting_windows
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.texts import suited
 from compress.pipeline.texts import texts_of as requested_texts
@@ -241,10 +242,11 @@ def recorded_overlaps(folder: Path, source: str, texts: Mapping[str, Examples], 
 
 
 def _suited(settings: Evaluate, model: PreTrainedModel, journal: Journal) -> Evaluate:
-    """Remove from the settings what a suite has and the model cannot answer. Raises RecipeError."""
-    settings, notes = suited(settings, model)
-    for note in notes:
-        journal.add("note", "eval", note)
+    """Remove what a suite has and the model cannot answer, and fit default windows to it. Raises RecipeError."""
+    settings, left_out = suited(settings, model)
+    settings, fitted = with_fitting_windows(settings, model, requested_texts(settings, model))
+    for note in (*left_out, *fitted):
+        journal.add("note", "eval", note.removeprefix("eval: "))
     return settings
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
-from compress.checkpoint.opening import open_model
+from compress.checkpoint.opening import open_for_plan, open_model
 from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ShortageError
@@ -28,11 +28,12 @@ from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, che
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
 from compress.pipeline.output import check_folder, check_space
+from compress.pipeline.problems import Problems
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
     ResolvedRecipe,
     layer_shapes,
-    resolve,
+    resolve_and_check,
     schemes_of,
     update_targets,
     with_config,
@@ -127,6 +128,9 @@ def plan(
 ) -> Plan:
     """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights.
 
+    The configuration and the tokenizer of the model suffice. Of a model of the hub, no weights are fetched, unless it
+    is compressed, or `time` is asked for.
+
     recipe: a recipe, or the path of its YAML file. out: the output folder of the run, to check it too; nothing is
     written there. time: run the passes on one block, if no earlier plan has, to predict the time; otherwise the plan
     has a time only where one is known. memory: as of `run`; without it, a run that the memory of this machine is too
@@ -136,11 +140,12 @@ def plan(
     device = device_of(recipe.device)
     if out is not None:
         check_folder(Path(out))
-    load_device = device if time else None
-    opened = open_model(
-        recipe.model, recipe.dtype, load_device, recipe.trust_remote_code, recipe.masks, not recipe.passes
-    )
-    resolved = resolve(recipe, opened)
+    options = recipe.trust_remote_code, recipe.masks, not recipe.passes
+    if time:
+        opened = open_model(recipe.model, recipe.dtype, device, *options)
+    else:
+        opened = open_for_plan(recipe.model, recipe.dtype, *options)
+    resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
@@ -156,7 +161,12 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     """
     opened, steps, form = resolved.opened, resolved.steps, resolved.form
     facts = facts_of(resolved)
-    planned, notes = plan_on(resolved, facts), (*form.notes, *check_all(resolved, facts))
+    problems = Problems()
+    planned = problems.attempt(plan_on, resolved, facts)
+    check_notes = problems.attempt(check_all, resolved, facts)
+    problems.check()
+    assert planned is not None and check_notes is not None
+    notes = (*form.notes, *check_notes)
     if form is opened:
         dense = planned.dense_bytes
     else:

@@ -24,7 +24,7 @@ from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, plan_of
 from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.reference import TOKENS, check_source
-from compress.pipeline.resolve import ResolvedRecipe, resolve, run_of
+from compress.pipeline.resolve import ResolvedRecipe, resolve_and_check, run_of
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
 from compress.pipeline.texts import calibration_examples, eval_examples, overlaps_of
@@ -84,7 +84,7 @@ def prepare(
         journal.add("note", "model", log)
     given_bytes = source_bytes(opened)
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
-    resolved = resolve(recipe, opened)
+    resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, memory_bytes, strict=True)
     opened.map_ends()  # the check in the plan has read them
     assert planned.fit is not None

@@ -36,8 +36,10 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates, chosen_linears, works_on
+from compress.pipeline.defaults import with_fitting_groups, with_fitting_texts
 from compress.pipeline.ends import check_ends
-from compress.pipeline.texts import suited, with_divided_texts
+from compress.pipeline.problems import Problems
+from compress.pipeline.texts import check_texts, suited, texts_of, with_divided_texts
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
 from compress.sweep.capture import ModelShell
@@ -72,7 +74,7 @@ class ResolvedRecipe:
         format: The format of the checkpoint.
         objective: The language-model objective, if a pass uses it.
         sample: A row of inputs with which the model runs.
-        left_out: A note on what the evaluation leaves out.
+        fitted: Notes on how the recipe was fitted to the model: defaults, and what the evaluation leaves out.
     """
 
     recipe: Recipe
@@ -83,7 +85,7 @@ class ResolvedRecipe:
     format: Format
     objective: ModelKind
     sample: Batch
-    left_out: tuple[str, ...] = ()
+    fitted: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -107,14 +109,55 @@ def resolve(recipe: Recipe, opened: OpenModel) -> ResolvedRecipe:
     sample = ModelShell(opened).check()
     storage = storage_dtype(recipe, opened)
     format_ = recipe.save.target().stored_in(storage)
+    problems = Problems()
+    problems.attempt(_check_model, recipe, format_, opened)
+    passes = problems.attempt(
+        with_fitting_groups, recipe.passes, lambda passes: resolve_passes(passes, opened, format_)
+    )
+    if passes is None:
+        for index, step in enumerate(recipe.passes):
+            problems.attempt(_check_patterns, step, opened, label(index, step))
+    evaluation = problems.attempt(suited, recipe.eval, opened.model)
+    objective = None if passes is None else problems.attempt(lm_objective_for, passes[1][0], opened, recipe.seed)
+    problems.check()
+    assert passes is not None and evaluation is not None and objective is not None
+    (fitted_passes, (steps, form), group_notes), (settings, left_out) = passes, evaluation
+    recipe = recipe.model_copy(update={"passes": tuple(fitted_passes), "eval": settings})
+    recipe = with_divided_texts(recipe, opened.model) if calibrates(steps) else recipe
+    recipe, text_notes = with_fitting_texts(recipe, opened.model, texts_of(recipe.eval, opened.model))
+    notes = *left_out, *text_notes, *group_notes
+    return ResolvedRecipe(recipe, opened, tuple(steps), form, storage, format_, objective, sample, notes)
+
+
+def _check_patterns(step: Pass, opened: OpenModel, pass_label: str) -> None:
+    modules = ModuleNames.of(opened.model, opened.blocks)
+    chosen_linears(step.on_model(modules, pass_label), modules.candidates(step.targets), pass_label)
+
+
+def resolve_and_check(recipe: Recipe, opened: OpenModel) -> ResolvedRecipe:
+    """Resolve a recipe on a model; if that fails, check the texts, too, to report all mistakes at once.
+
+    Raises:
+        UserError: as `resolve`.
+        SeveralErrors: if there are several mistakes.
+    """
+    problems = Problems()
+    resolved = problems.attempt(resolve, recipe, opened)
+    if resolved is None:
+        problems.attempt(_check_fitted_texts, recipe, opened)
+    problems.check()
+    assert resolved is not None
+    return resolved
+
+
+def _check_fitted_texts(recipe: Recipe, opened: OpenModel) -> None:
+    fitted, _ = with_fitting_texts(recipe, opened.model, texts_of(recipe.eval, opened.model))
+    check_texts(fitted, opened)
+
+
+def _check_model(recipe: Recipe, format_: Format, opened: OpenModel) -> None:
     if reason := format_.refuses_model(embeddings_of(opened)):
         raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
-    steps, form = resolve_passes(recipe.passes, opened, format_)
-    evaluation, left_out = suited(recipe.eval, opened.model)
-    recipe = recipe.model_copy(update={"eval": evaluation})
-    recipe = with_divided_texts(recipe, opened.model) if calibrates(steps) else recipe
-    objective = lm_objective_for(steps, opened, recipe.seed)
-    return ResolvedRecipe(recipe, opened, tuple(steps), form, storage, format_, objective, sample, left_out)
 
 
 def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:

@@ -21,7 +21,7 @@ from compress.checkpoint.inference import (
     share_inputs,
 )
 from compress.checkpoint.opened import OpenModel
-from compress.checkpoint.opening import open_model
+from compress.checkpoint.opening import open_for_plan
 from compress.errors import ModelError, RecipeError
 from compress.layers.linear import linears, renew_linear
 from compress.layers.scheme import LayerScheme
@@ -98,14 +98,14 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     device = None if on == HERE else read_device(on)
     schemes: Mapping[str, LayerScheme]
     if isinstance(subject, Recipe):
-        opened = open_model(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
+        opened = open_for_plan(subject.model, subject.dtype, subject.trust_remote_code)
         resolved = resolve(subject, opened)
         form, planned = resolved.form, plan_on(resolved, facts_of(resolved))
         schemes = {p.name: p.scheme for p in planned.layers if not p.scheme.plain}
         stored = {p.name: StoredWeight.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
         policies = cache_policies(form.model) | planned_policies(resolved)
     else:
-        opened = form = open_model(str(subject), codes=True)
+        opened = form = open_for_plan(str(subject), codes=True)
         schemes, stored = _stored(opened)
         policies = cache_policies(opened.model)
     if has_two_stacks(opened.model):

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from compress.checkpoint.containers.files import write_text
-from compress.errors import CalibrationError, OutputError, RecipeError, TargetError
+from compress.errors import CalibrationError, OutputError, SeveralErrors, TargetError, UserError
 from compress.pipeline.plan import Plan, plan
 from compress.recipe.schema import Recipe
 from compress.recipe.targets import EMBEDDED, LENGTH, Start, choose, group_sizes, read_target, recipe_text
@@ -74,11 +74,12 @@ def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = 
         text = spell(group, length, measure)
         try:
             planned = plan(Recipe.from_text(text, str(path)))
-        except RecipeError as error:
-            if error.path != ("eval", "perplexity") or measure == "agreement":
+        except UserError as error:
+            errors = error.errors if isinstance(error, SeveralErrors) else (error,)
+            if measure != "agreement" and any(getattr(e, "path", ()) == ("eval", "perplexity") for e in errors):
+                return _fitted(start, path, spell, "agreement")
+            if not all(isinstance(e, TargetError | CalibrationError) for e in errors):
                 raise
-            return _fitted(start, path, spell, "agreement")
-        except (TargetError, CalibrationError) as error:
             first_error, last_error = first_error or error, error
             continue
         reason = "" if first_error is None else f"; otherwise: {first_error}"

@@ -20,6 +20,7 @@ from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_examples
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
+from compress.pipeline.problems import Problems
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
@@ -103,15 +104,16 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
     """Check all texts as far as possible without reading them or asking the hub; the model may be without weights.
 
     Raises CalibrationError: a missing file, an unknown source, sequences longer than the model's positions, no
-    tokenizer.
+    tokenizer. SeveralErrors for several of them.
     """
-    text_reader = opened.model, opened.tokenizer
+    problems, text_reader, settings = Problems(), (opened.model, opened.tokenizer), recipe.eval
     for text, count in recipe.calibration.texts():
-        check_text(*text_reader, text, "calibration", count, recipe.calibration.length)
-    if recipe.eval is not None:
-        for text in texts_of(recipe.eval, opened.model):
-            check_stride(opened.model, recipe.eval.stride)
-            check_text(*text_reader, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
+        problems.attempt(check_text, *text_reader, text, "calibration", count, recipe.calibration.length)
+    for text in problems.attempt(texts_of, settings, opened.model) or ():
+        assert settings is not None
+        problems.attempt(check_stride, opened.model, settings.stride)
+        problems.attempt(check_text, *text_reader, as_source(text), "test", settings.windows, settings.length)
+    problems.check()
 
 
 def calibration_examples(recipe: Recipe, opened: OpenModel) -> tuple[Examples, list[TextUse]]:

@@ -90,5 +90,7 @@ class Calibration(Options, TextSource):
 
     def with_source(self, source: str) -> Calibration:
         """Return the same shape with another text in place of the source, the data set or the mixture."""
-        shape = {name: getattr(self, name) for name in ("sequences", "length", "batch")}
+        shape = {
+            name: getattr(self, name) for name in ("sequences", "length", "batch") if name in self.model_fields_set
+        }
         return Calibration(source=source, **shape)

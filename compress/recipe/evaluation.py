@@ -108,8 +108,8 @@ class Evaluate(Options):
         return handler(suite_options | changes).stated(changes)
 
     def stated(self, changes: Mapping[str, Any]) -> Self:
-        """Return the same evaluation in which only `changes` count as stated among the options for prompts."""
-        self.model_fields_set.difference_update(set(PROMPTED) - set(changes))
+        """Return the same evaluation in which only `changes` count as stated among the options that fit the model."""
+        self.model_fields_set.difference_update({*PROMPTED, "windows", "length"} - set(changes))
         return self
 
     def texts_for(self, head: bool, model: str) -> tuple[TextSource | str, ...]:

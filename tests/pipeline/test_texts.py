@@ -52,7 +52,7 @@ def rows(tmp_path_factory):
             "no document of embedded fills a sequence of 128 tokens, because max_tokens_per_document is 100",
         ),
         ({"eval": {"perplexity": ["none.txt"]}}, "cannot read none.txt"),
-        ({"eval": {"perplexity": ["embedded"], "length": 4096}}, "test: length 4096 exceeds the model's 512 positions"),
+        ({"eval": {"perplexity": ["embedded"], "length": 4096}}, "eval: length 4096 exceeds the model's 512 positions"),
     ],
 )
 def test_mistakes_are_found_by_plan_and_before_the_first_pass(pico, tmp_path, options, message):

@@ -17,7 +17,10 @@ from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.sources import gguf
 from compress.errors import ModelError, one_line
 
-WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md", "LICENSE*", "NOTICE*"]
+CONFIGURATION = ["*.json", "*.model", "*.txt", "*.jinja", SUMS, "README.md", "LICENSE*", "NOTICE*"]
+WEIGHTS = "*.safetensors"
+COPIES = ["consolidated*", "original/*"]
+"""Weights in the layout of their authors, which some models have beside those of transformers."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -63,8 +66,13 @@ def check_revision(source: str) -> None:
         )
 
 
-def folder_of(source: str) -> Path:
-    """Return a local folder that holds the model as safetensors; fetch or convert the model if needed."""
+def folder_of(source: str, weights: bool = True) -> Path:
+    """Return a local folder that holds the model as safetensors; fetch or convert the model if needed.
+
+    Args:
+        source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file.
+        weights: False: of a model of the hub, fetch all files but the weights.
+    """
     path = Path(expanduser(source))
     check_revision(source)
     if source.endswith(".gguf"):
@@ -73,7 +81,7 @@ def folder_of(source: str) -> Path:
         return path
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
-    return fetch(source)
+    return fetch(source, [*CONFIGURATION, WEIGHTS] if weights else CONFIGURATION)
 
 
 def fetch_code(source: str) -> None:
@@ -82,13 +90,13 @@ def fetch_code(source: str) -> None:
         fetch(source, ["*.py"])
 
 
-def fetch(source: str, patterns: Sequence[str] = WANTED) -> Path:
+def fetch(source: str, patterns: Sequence[str]) -> Path:
     """The folder in the cache that holds a model of the hub; what is missing is fetched. Raises ModelError."""
     from huggingface_hub import snapshot_download  # slow to import and not needed for local models
 
     name, revision = split_revision(source)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=COPIES))
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         remedy = next((text for kind, text in REMEDIES.items() if kind in kinds), None)

@@ -25,7 +25,7 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> P
     The error names the first difference. Only the configuration and the tokenizer of the teacher are read; it is
     returned without weights.
     """
-    folder = folder_of(source)
+    folder = folder_of(source, weights=False)
     config = read_config(folder, source, trust_remote_code)
     teacher = empty_model(folder, config, student.dtype, trust_remote_code)
     check_supported(teacher, f"teacher: {source}")

@@ -14,7 +14,7 @@ from compress.errors import CalibrationError, ModelError
 from compress.models.kinds.batch import Batch, Examples
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.classifiers import SequenceClassifier, TokenClassifier
-from compress.models.kinds.contract import SUPPORTED, ModelKind
+from compress.models.kinds.contract import SUPPORTED, ModelKind, text_config
 from compress.models.kinds.encoder_decoder import EncoderDecoder
 from compress.models.kinds.masked import MaskedLM
 from compress.models.kinds.question_answering import QuestionAnswering
@@ -107,6 +107,14 @@ def described(model: nn.Module) -> str:
     """Return a model in the words of a message: its class and its kind."""
     kind = kind_of(model)
     return f"{type(model).__name__} {UNKNOWN if kind is None else kind.name}"
+
+
+def most_tokens(model: PreTrainedModel) -> int | None:
+    """Return the most tokens that a sequence may have, of all its texts; None without a limit."""
+    positions: int | None = getattr(text_config(model.config), "max_position_embeddings", None)
+    if positions is None or positions <= 0:  # some configurations say -1: no limit
+        return None
+    return adapter_of(model).texts * positions
 
 
 def is_headless(model: nn.Module) -> bool:

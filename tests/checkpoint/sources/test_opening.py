@@ -311,7 +311,7 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
 def test_a_hub_id_is_fetched_without_pickles(monkeypatch, pico):
     asked = {}
 
-    def fetch(name, revision, allow_patterns):
+    def fetch(name, revision, allow_patterns, ignore_patterns):
         asked[name] = allow_patterns
         return pico
 

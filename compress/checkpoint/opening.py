@@ -13,7 +13,7 @@ from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer
-from compress.checkpoint.sources.hub import commit_of, folder_of
+from compress.checkpoint.sources.hub import commit_of, fetch_code, folder_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
@@ -65,6 +65,8 @@ def open_for_plan(
     folder = None if source.endswith(".gguf") else folder_of(source, weights=False)
     if folder is None or _has_weights(folder):
         return open_model(source, dtype, None, trust_remote_code, masks, codes)
+    if trust_remote_code:
+        fetch_code(source)
     checkpoint = Checkpoint(folder, source, dtype, trust_remote_code=trust_remote_code)
     if checkpoint.format is not None or checkpoint.stated.caches:
         return open_model(source, dtype, None, trust_remote_code, masks, codes)

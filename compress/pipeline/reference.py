@@ -14,7 +14,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, ModelError, one_line
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
-from compress.models.tensors import is_finite
+from compress.numerics.dtypes import is_finite
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes
 from compress.pipeline.verify import ROUNDED_TOLERANCE, TOLERANCE, transformers_model

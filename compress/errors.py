@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+LISTED = 60  # names in a message: all passes, but not the thousands of tasks
 
 
 class CompressError(Exception):
@@ -115,11 +118,29 @@ class QualityError(Failure):
     exit_code = 3
 
 
+@contextmanager
+def reported_as(part: str, *general: str) -> Iterator[None]:
+    """Begin errors in models and texts with what the user wrote, such as `teacher`, instead of with a general part.
+
+    Args:
+        part: what the user wrote.
+        general: beginnings of errors that are replaced, such as `model`.
+    """
+    try:
+        yield
+    except (ModelError, CalibrationError) as error:
+        beginning, colon, rest = str(error).partition(": ")
+        if not colon or beginning not in general:
+            raise
+        raise type(error)(f"{part}: {rest}") from error
+
+
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """A hint: '; did you mean X?', or '; known: A, B, C' when no option is similar."""
+    """A hint: '; did you mean X?', or '; known: A, B, C' when no option is similar, with at most `LISTED` of them."""
     options = sorted(known)
     near = difflib.get_close_matches(wrong, options, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(options)}"
+    more = f" and {len(options) - LISTED} more" if len(options) > LISTED else ""
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(options[:LISTED])}{more}"
 
 
 def one_line(error: Exception) -> str:

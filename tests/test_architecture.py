@@ -66,6 +66,7 @@ LATE_IMPORTS = {
     "compress.cli.complete": "as in compress.cli.commands",
     "compress.cli.eval": "as in compress.cli.commands",
     "compress.cli.export": "as in compress.cli.commands",
+    "compress.cli.group": "as in compress.cli.commands",
     "compress.cli.init": "as in compress.cli.commands",
     "compress.cli.inspect": "as in compress.cli.commands",
     "compress.cli.passes": "as in compress.cli.commands",
@@ -111,6 +112,7 @@ MANY_IMPORTS: dict[str, str] = {
 MOST_PARAMETERS = 7
 """The most parameters of a function, without self and cls; those that belong together are one value."""
 MANY_PARAMETERS: dict[str, str] = {
+    "compress.checkpoint.load:load": "a public function: its arguments are named options",
     "compress.decode.attention:attend": "the operands of one instruction",
     "compress.decode.products:codes_linear": "the operands of one instruction",
     "compress.decode.products:rotate": "the operands of one instruction",
@@ -708,6 +710,28 @@ def test_imports_make_no_cycle():
 
 def test_the_package_is_not_imported_inside_functions():
     holds(lambda m: () if m in LATE_IMPORTS else late_imports(tree_of(m)), "imports inside of functions")
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+OF_COMMANDS = re.compile(r"compress [a-z]+ |launch |llama-gguf-split |hf auth|pip ")
+"""Commands whose options are named in messages."""
+OF_THE_COMMAND_LINE = ("compress.cli", "compress.recipe.settings", "compress.recipe.starts")
+
+
+def raised_flags(tree: ast.AST) -> list[str]:
+    """Return the texts of raised errors that name an option of the command line."""
+    raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    texts = [
+        "".join(part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str))
+        for node in raised
+    ]
+    return [text for text in texts if FLAG.search(text) and not OF_COMMANDS.search(text)]
+
+
+def test_errors_of_the_package_name_no_options_of_the_command_line():
+    """They are raised in Python too, where an option is an argument."""
+    inner = [name for name in FILES if not name.startswith(OF_THE_COMMAND_LINE)]
+    holds(lambda m: raised_flags(tree_of(m)), "an error names an option of the command line", inner)
 
 
 def test_passes_do_not_know_each_other():

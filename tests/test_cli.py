@@ -113,7 +113,8 @@ def test_the_model_can_be_overridden(spell, tiny_folder, texts, tmp_path):
     assert "32 x 32" in call("plan", path, "--model", other).stdout
     assert call("run", path, "--model", other, "-o", tmp_path / "out").exit_code == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["model"]["source"] == report["reproduce"]["recipe"]["model"] == other
+    assert report["model"]["source"] == Path(other).name
+    assert (tmp_path / "out" / report["reproduce"]["recipe"]["model"]).resolve() == Path(other).resolve()
     wrong = call("plan", path, "--model", "/no/such")
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1) and "no folder /no/such" in wrong.stderr
 
@@ -318,12 +319,15 @@ def test_generate_answers(pico, tiny_folder):
 
 def test_push_to_hub_asks_for_the_login_first_and_uploads_last(spell, tmp_path, monkeypatch):
     order = []
-    monkeypatch.setattr("compress.pipeline.publish.check_login", lambda repository: order.append("login"))
-    monkeypatch.setattr("compress.pipeline.publish.push_to_hub", lambda folder, to: order.append((folder, to)) or "URL")
+    monkeypatch.setattr("compress.pipeline.publish.check_login", lambda repository, private: order.append(private))
+    monkeypatch.setattr("compress.pipeline.publish.push_to_hub", lambda *args: order.append(args) or "URL")
     out = tmp_path / "out"
     done = call("run", spell(), "-o", out, "--push-to-hub", "me/small", "--eval", "none")
     assert done.exit_code == 0 and "uploaded: URL" in done.stdout
-    assert order == ["login", (out, "me/small")]
+    assert order == [True, (out, "me/small", True)]
+    done = call("run", spell(), "-o", out, "--push-to-hub", "me/small", "--public", "--eval", "none")
+    assert done.exit_code == 0 and order[2:] == [False, (out, "me/small", False)]
+    assert "no effect without --push-to-hub" in call("run", spell(), "-o", out, "--public").stderr
 
 
 # ---- what goes wrong ----

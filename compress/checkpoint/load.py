@@ -13,7 +13,7 @@ from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
 from compress.checkpoint.sources.skeleton import read_config
 from compress.decode import accelerate_generation
-from compress.models.computation import compute_dtype, remember_storage
+from compress.models.computation import compute_dtype, device_of, remember_storage
 from compress.numerics.dtypes import dtype_name
 
 
@@ -25,6 +25,7 @@ def load(
     compile: bool | None = None,
     verify: bool = False,
     activations: str | None = None,
+    trainable: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, the folder of a dense model, or a .gguf file.
 
@@ -43,24 +44,32 @@ def load(
         activations: 'int8' rounds the inputs of layers of integer codes to int8 when they run, with a scale per token
             and group of the weight (per token where it has no groups), so that kernels multiply integers, as llama.cpp
             and ONNX Runtime do. None: as the checkpoint states.
+        trainable: dense parameters get gradients, and are copied from the files; decoding is that of transformers.
 
     Raises:
+        RecipeError: for a device that does not exist.
         ModelError: for other activations, a folder without a model, an unknown quantization method, and files that are
             damaged or missing.
     """
-    checkpoint = Checkpoint.open(Path(folder), dtype, device, trust_remote_code, inference=True)
+    checkpoint = Checkpoint.open(
+        Path(folder).expanduser(), dtype, device_of(device), trust_remote_code, inference=not trainable
+    )
     if verify:
         checkpoint.verify()
-    model = checkpoint.fill().eval().requires_grad_(False)
+    model = checkpoint.fill().eval().requires_grad_(trainable)
     _, widened_from = checkpoint.dtypes
     if widened_from is not None:
         allow_narrow_inputs(model)
         remember_storage(model, widened_from)
     if activations is not None:
         round_activations(model, activations)
-    share_inputs(model)
     state_masks(model.config, checkpoint.stated.masked)
     guard_saving(model)
+    if trainable:
+        for parameter in model.parameters():  # files are mapped into memory
+            parameter.data = parameter.data.clone()
+        return model, read_tokenizer(checkpoint.folder, trust_remote_code)
+    share_inputs(model)
     if compile is None and not all(policy.traceable for policy in checkpoint.caches.values()):
         compile = False
     accelerate_generation(model, compile, has_packed_weights=checkpoint.format is not None)

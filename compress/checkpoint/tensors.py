@@ -168,7 +168,7 @@ class StoredTensors:
             if stamp_of(path) != self.stamps[path]:
                 raise ModelError(
                     f"model: {path} was replaced or changed after it was opened; put the file back and start the same "
-                    "command again, or start with --overwrite for the new file"
+                    "command again, or overwrite the folder for the new file"
                 )
             stored = self._read_file(path, list(dict.fromkeys(keys.values())), reading)
             tensors |= {name: stored[key] for name, key in keys.items()}

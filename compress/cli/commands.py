@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.complete import complete_pruning, complete_scheme
+from compress.cli.complete import complete_compute, complete_pruning, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import echo, print_json, print_plan, print_report
@@ -58,6 +60,7 @@ def run(
     overwrite: bool,
     memory: str | None,
     push_to_hub: str | None,
+    public: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -66,34 +69,43 @@ def run(
     RECIPE is a file, or a name of `compress recipes`.
     """
     folder = out or Path("out") / find_recipe(recipe).stem
-    _run(_read(recipe, model, options), folder, overwrite, push_to_hub, as_json, memory)
+    _run(_read(recipe, model, options), folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command(cls=SchemesCommand)
 @click.argument("model")
 @click.option(
     "--scheme",
-    required=True,
     shell_complete=complete_scheme,
     help="Numbers of the weights and inputs, such as W4A16; listed below.",
 )
+@click.option("--bits", type=click.IntRange(2, 8), help="Instead of a scheme: GPTQ to integers of so many bits.")
+@click.option("--group-size", type=click.IntRange(min=1), help="With --bits: weights that share a scale.")
 @recipe_options
 @output_options
 def quantize(
     model: str,
-    scheme: str,
+    scheme: str | None,
+    bits: int | None,
+    group_size: int | None,
     out: Path | None,
     overwrite: bool,
     memory: str | None,
     push_to_hub: str | None,
+    public: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Quantize MODEL by a scheme: a tested chain of passes."""
     from compress.recipe import starts
 
-    data = starts.quantize_data(model, scheme)
-    _run(_build(data, options), out or starts.folder_of(model, scheme), overwrite, push_to_hub, as_json, memory)
+    if (scheme is None) == (bits is None):
+        raise click.UsageError("write --scheme, such as --scheme W4A16, or --bits, such as --bits 4 --group-size 128")
+    if group_size is not None and bits is None:
+        raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
+    data = starts.integer_data(model, bits, group_size) if scheme is None else starts.quantize_data(model, scheme)
+    folder = out or starts.folder_of(model, scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
+    _run(_build(data, options), folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command()
@@ -114,6 +126,7 @@ def prune(
     overwrite: bool,
     memory: str | None,
     push_to_hub: str | None,
+    public: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -122,7 +135,7 @@ def prune(
 
     data = starts.prune_data(model, method, pattern, sparsity)
     folder = out or starts.folder_of(model, method, pattern, sparsity)
-    _run(_build(data, options), folder, overwrite, push_to_hub, as_json, memory)
+    _run(_build(data, options), folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command()
@@ -137,6 +150,7 @@ def distill(
     overwrite: bool,
     memory: str | None,
     push_to_hub: str | None,
+    public: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -144,7 +158,8 @@ def distill(
     from compress.recipe import starts
 
     data = starts.distill_data(student, teacher)
-    _run(_build(data, options), out or starts.folder_of(student, "distill"), overwrite, push_to_hub, as_json, memory)
+    folder = out or starts.folder_of(student, "distill")
+    _run(_build(data, options), folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command()
@@ -182,16 +197,52 @@ def plan(
 
 @main.command()
 @click.argument("model")
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens to generate.")
 @click.option("--plain", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Temperature of sampling; 0: the most likely token.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample among tokens of this probability.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample among so many of the most likely tokens.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of sampling.")
+@click.option("--stream/--no-stream", default=None, help="Print words as they come.  [default: on a terminal]")
 @click.option("--dtype", default="auto", help="Dtype of computation.")
+@click.option(
+    "--device",
+    default="auto",
+    shell_complete=complete_compute,
+    help="Device of computation: auto, cpu, cuda, or cuda:N.",
+)
 @click.option("--activations", type=click.Choice(["int8"]), help="Round the inputs of layers of integer codes: faster.")
-def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str, activations: str | None) -> None:
-    """Print the answer of MODEL, a compressed checkpoint or any other model, to PROMPT (greedy decoding)."""
-    from compress.pipeline.generate import generate_text
+def generate(
+    model: str,
+    prompt: str | None,
+    stream: bool | None,
+    dtype: str,
+    device: str,
+    activations: str | None,
+    **options: Any,
+) -> None:
+    """Print the answer of MODEL, a compressed checkpoint or any other model, to PROMPT.
 
-    echo(generate_text(model, prompt, tokens, plain, dtype, activations))
+    Without PROMPT, or for -, the prompt is read from standard input. Decoding is greedy unless an option of sampling is
+    given.
+    """
+    from compress.pipeline.generate import Answering, generate_text
+
+    streams = sys.stdout.isatty() if stream is None else stream
+    show = partial(echo, nl=False) if streams else None
+    answer = generate_text(model, _prompt(prompt), Answering(**options), dtype, device, activations, show)
+    echo("" if streams else answer)
+
+
+def _prompt(prompt: str | None) -> str:
+    """Return a prompt, or that on standard input."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("write a PROMPT, or pipe it into standard input")
+    data: bytes = sys.stdin.buffer.read()
+    return data.decode("utf-8", "surrogateescape").removesuffix("\n")
 
 
 def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
@@ -219,15 +270,21 @@ def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
 
 
 def _run(
-    recipe: Recipe, folder: Path, overwrite: bool, repository: str | None, as_json: bool, memory: str | None
+    recipe: Recipe, folder: Path, overwrite: bool, upload: tuple[str | None, bool], as_json: bool, memory: str | None
 ) -> None:
-    """Run a recipe, print its evidence (or report.json), and upload the checkpoint if a repository is given."""
+    """Run a recipe, print its evidence (or report.json), and upload the checkpoint.
+
+    upload: the repository of the hub, if one is given, and whether it is public.
+    """
     from compress.passes.contract.journal import Journal
     from compress.pipeline import publish
     from compress.pipeline.run import run as run_recipe
 
+    repository, public = upload
+    if public and repository is None:
+        raise click.UsageError("--public has no effect without --push-to-hub")
     if repository is not None:
-        publish.check_login(repository)  # before hours of work
+        publish.check_login(repository, private=not public)  # before hours of work
 
     def show(report: dict[str, Any]) -> None:
         if as_json:
@@ -242,4 +299,4 @@ def _run(
     if result.report:
         show(result.report)
         if repository is not None:
-            echo(f"uploaded: {publish.push_to_hub(folder, repository)}", err=as_json)
+            echo(f"uploaded: {publish.push_to_hub(folder, repository, not public)}", err=as_json)

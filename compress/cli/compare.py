@@ -44,11 +44,15 @@ def compare(
     **options: Any,
 ) -> None:
     """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
-    from compress.checkpoint.containers.files import write_text
+    from compress.checkpoint.containers.files import check_output_file, write_text
     from compress.evaluate.gate import check_models
     from compress.report import pareto
 
+    if out is not None:
+        check_output_file(out, (".svg", ".html"))
     if measure or base is not None:
+        if not {*models} - {models[0] if base is None else base}:
+            raise click.UsageError("nothing is compared with the base; name another MODEL too")
         from compress.pipeline.evaluation import evaluate_models
 
         comparison = evaluate_models(
@@ -64,13 +68,13 @@ def compare(
         variants = pareto.from_comparison(comparison)
     else:
         comparison, variants = None, pareto.from_reports([Path(model) for model in models])
-    if out is not None:
-        write_text(out, pareto.html(variants) if out.suffix == ".html" else str(pareto.picture(variants)))
     if as_json:
         print_json([variant.model_dump() for variant in variants])
     else:
         print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
         for variant in variants:
             echo(f"{variant.source}: {pareto.verdict(variant)}")
+    if out is not None:
+        write_text(out, pareto.html(variants) if out.suffix == ".html" else str(pareto.picture(variants)))
     if comparison is not None:
         check_models(comparison)

@@ -86,24 +86,26 @@ def evaluate(
     **options: Any,
 ) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
-    from compress.checkpoint.containers.files import write_text
+    from compress.checkpoint.containers.files import check_output_file, write_text
     from compress.evaluate.gate import check_models
-    from compress.passes.contract.context import device_of
+    from compress.models.computation import device_of
     from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate_models
 
+    if out is not None:
+        check_output_file(out, (".json",))
     processes = Processes.launched(cpu=device_of(device).type == "cpu")
 
     def show(comparison: Comparison) -> None:
         if not processes.first:
             return
         text = comparison.model_dump_json(indent=2)
-        if out is not None:
-            write_text(out, text + "\n")
         if as_json:
             echo(text)
         else:
             print_evaluation(comparison)
+        if out is not None:
+            write_text(out, text + "\n")
 
     with processes.together():
         comparison = evaluate_models(

@@ -59,7 +59,11 @@ class ErrorGroup(click.Group):
         except OSError as error:
             _fail([str(error)], 1, debug)
         except Exception as error:
-            name = f"{type(error).__name__}: {error}".removesuffix(": ")
+            from compress.recipe.plugins import place_of_bug  # slow: imports torch, which --help does not need
+
+            name, place = f"{type(error).__name__}: {error}".removesuffix(": "), place_of_bug(error)
+            if place is not None:
+                _fail(f"{place}: {name}; correct this pass, which is not one of compress; --debug shows more", 1, debug)
             hint = "run the same command with --debug for the traceback, and report it as a bug with the recipe"
             _fail([f"unexpected {name}; {hint}"], 1, debug)
         sys.exit(code if isinstance(code, int) else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import join
 
 import click
 
@@ -83,4 +84,4 @@ def init(model: str, target: str, out: Path, source: str, overwrite: bool, check
             echo(f"note: {line}")
         dense, small, memory = (size / 1e6 for size in sizes.values())
         echo(f"plan: {dense:.1f} MB become {small:.1f} MB, with about {memory:.0f} MB of tensors in memory")
-    echo(f"next: compress run {out} -o out/{out.stem}")
+    echo(f"next: {join(['compress', 'run', str(out), '-o', f'out/{out.stem}'])}")

@@ -32,6 +32,8 @@ OF_A_TEXT = (
 )
 """Options of a calibration text, which another text does not take over."""
 
+NEGATIONS = ("no", "off", "false", "null", "0")
+
 FAIL_IF = click.option(
     "--fail-if",
     "limits",
@@ -68,7 +70,10 @@ OUTPUT = (
         "--overwrite", is_flag=True, help="Replace another run in the output folder; other files are never removed."
     ),
     MEMORY,
-    click.option("--push-to-hub", metavar="REPO", help="Upload the verified checkpoint to this repository of the hub."),
+    click.option(
+        "--push-to-hub", metavar="REPO", help="Upload the verified checkpoint to this private repository of the hub."
+    ),
+    click.option("--public", is_flag=True, help="With --push-to-hub: to a public repository."),
     click.option("--json", "as_json", is_flag=True, help="Print report.json."),
 )
 
@@ -120,6 +125,8 @@ def settings_of(
     ]
     if calibration is not None:
         settings.append(Setting(("calibration", "source"), calibration, f"--calibration {calibration}", OF_A_TEXT))
+    if negations := [text for text in texts if text.lower() in NEGATIONS]:
+        raise RecipeError(f"--eval {negations[0]}: write --eval none for no evaluation, or the name of a text")
     if texts:
         spelled = " ".join(f"--eval {text}" for text in texts)
         nothing = texts == ("none",)

@@ -30,8 +30,8 @@ def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool)
     if folder is None:
         raise click.UsageError("write the FOLDER of a run, or --schema")
     result = read_report(folder)
-    record_rewritten(folder, write_report(result, folder))
     print_json(result.to_json()) if as_json else print_report(result.to_json(), folder)
+    record_rewritten(folder, write_report(result, folder))
     page = (folder / PAGE).resolve()
     if (sys.stdout.isatty() if shown is None else shown) and not webbrowser.open(page.as_uri()):
         echo(f"note: no browser was found; open {page}", err=as_json)

@@ -88,10 +88,12 @@ def sensitivity(
     The model is in memory twice. Layers interact; the table says where to spend bits, not what the result will be.
     """
     with without_collection():
-        from compress.checkpoint.containers.files import write_text
+        from compress.checkpoint.containers.files import check_output_file, write_text
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
         from compress.report.sensitivity import html
+    if out is not None:
+        check_output_file(out, (".json", ".html"))
     sensitivities = measure(
         model,
         choices,
@@ -105,21 +107,21 @@ def sensitivity(
         progress=True,
     )
     allocated = None if bits is None else allocate(sensitivities, bits)
-    if out is not None:
-        write_text(
-            out, html(sensitivities) if out.suffix == ".html" else sensitivities.model_dump_json(indent=1) + "\n"
-        )
     spelled = None
     if allocated is not None:
         spelled = {type(allocated).key(): allocated.model_dump(mode="json", exclude_defaults=True)}
     if as_json:
         print_json(sensitivities.model_dump(mode="json") | ({} if spelled is None else {"passes": [spelled]}))
-        return
-    _print(sensitivities, all_layers)
-    if spelled is not None:
+    else:
+        _print(sensitivities, all_layers)
+    if spelled is not None and not as_json:
         import yaml
 
         echo(yaml.safe_dump({"passes": [spelled]}, sort_keys=False, width=120), nl=False)
+    if out is not None:
+        write_text(
+            out, html(sensitivities) if out.suffix == ".html" else sensitivities.model_dump_json(indent=1) + "\n"
+        )
 
 
 def _print(sensitivities: Sensitivities, all_layers: bool) -> None:

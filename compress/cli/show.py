@@ -79,7 +79,8 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     for line in [*checks.lines(report), *journal.lines(report)]:
         echo(line)
     echo(f"checkpoint sha256: {report.checkpoint_sha256}")
-    echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
+    if (folder / "report.html").exists():  # writing it may have failed
+        echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
 
 
 def print_plan(planned: Plan, all_modules: bool) -> None:

@@ -340,6 +340,9 @@ def _stored(path: Path) -> np.ndarray:
         raise CalibrationError(
             f"calibration: {path} is not a plain .npy array ({error}); write integers with numpy.save"
         ) from error
+    if not isinstance(stored, np.ndarray):
+        stored.close()
+        raise CalibrationError(f"calibration: {path} holds several arrays (.npz); write one array with numpy.save")
     if stored.ndim != 2 or not np.issubdtype(stored.dtype, np.integer):
         raise CalibrationError(
             f"calibration: {path} holds {stored.dtype} of shape {list(stored.shape)}; "

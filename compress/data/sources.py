@@ -238,6 +238,8 @@ def _no_text(source: str) -> str:
         )
     if Path(source).suffix == ".npy":
         return f"calibration: {source} holds ids, not text; use token_ids, or a .txt or .jsonl file"
+    if Path(source).suffix == ".npz":
+        return f"calibration: {source} holds several arrays; write the one of token ids with numpy.save to a .npy file"
     hint = did_you_mean(source, ["embedded", "self", *HUB_SETS])
     kinds = "for a file write its path (.txt, .jsonl, .json, .npy), for a data set of the hub dataset: OWNER/NAME"
     return f"calibration: unknown source {source!r}{hint}; {kinds}"
@@ -257,6 +259,8 @@ def _hub_rows(source: str, part: Part) -> list[Any]:
 
 
 def _check_file(path: Path) -> None:
+    if path.exists() and not path.is_file():  # a pipe would be empty after the check
+        raise CalibrationError(f"calibration: {path} is not a regular file; write the text to a file first")
     try:
         path.open("rb").close()
     except OSError as error:
@@ -270,7 +274,7 @@ def read_file(path: Path) -> str:
 
 def file_chunks(path: Path) -> Iterator[str]:
     """Yield the text of a UTF-8 file in chunks, its lines ended by a new line. Raises CalibrationError."""
-    utf8 = codecs.getincrementaldecoder("utf-8")()
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")()  # a byte order mark is no text
     lines = io.IncrementalNewlineDecoder(None, translate=True)
     position = 0
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 Part = Literal["calibration", "test"]
@@ -23,6 +24,16 @@ CHATS = (".jsonl", ".json", "ultrachat")
 """Endings of sources whose documents may be conversations."""
 
 
+def path_text(value: Any) -> Any:
+    """Return a path as text, with the folder of the user in place of `~`; any other value as it is."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.path.expanduser(text) if isinstance(text, str) and text.startswith("~") else text
+
+
+PathText = Annotated[str | None, BeforeValidator(path_text)]
+"""An option of a recipe that may be a path: in Python also a `pathlib.Path`."""
+
+
 class TextSource(BaseModel):
     """A text: a built-in source, a local file, or a data set of the library `datasets`."""
 
@@ -31,12 +42,12 @@ class TextSource(BaseModel):
     kinds: ClassVar[tuple[str, ...]] = ("source", "dataset")
     """The options that name a text; exactly one of them is given."""
 
-    source: str | None = Field(
+    source: PathText = Field(
         default="embedded",
         description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl, .json or .npy file; for recordings "
         "and pictures a .jsonl, .json or .safetensors file",
     )
-    dataset: str | None = Field(
+    dataset: PathText = Field(
         default=None, description="instead of source: a data set by hub id, local folder, or .parquet, .csv, .json file"
     )
     config: str | None = Field(default=None, description="configuration of the data set")
@@ -47,7 +58,7 @@ class TextSource(BaseModel):
     column: str | None = Field(
         default=None, description="column with the text or the messages; null: found by the names of the columns"
     )
-    chat_template: str | None = Field(
+    chat_template: PathText = Field(
         default=None, description="file with the chat template (Jinja) of conversations; null: the tokenizer's own"
     )
     max_documents: int | None = Field(
@@ -137,5 +148,5 @@ class TextSource(BaseModel):
 
 
 def as_source(source: str | TextSource) -> TextSource:
-    """The text of a name, or the text itself."""
-    return TextSource(source=source) if isinstance(source, str) else source
+    """The text of a name or path, or the text itself."""
+    return source if isinstance(source, TextSource) else TextSource(source=source)

@@ -201,7 +201,7 @@ def answer(model: nn.Module, window: Batch, index: int, compared: Compared, pool
     output = required_answer(run_on(model, window.to(next(model.parameters()).device)))
     if not bool(output.isfinite().all()):
         raise NumericError(
-            f"the model's output is NaN or infinite on window {index} of the evaluation text; evaluate it with --dtype "
+            f"the model's output is NaN or infinite on window {index} of the evaluation text; evaluate it with dtype "
             "float32, or write its checkpoint again"
         )
     logits = DISTRIBUTIONS[compared](output.float())

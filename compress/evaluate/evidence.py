@@ -20,7 +20,6 @@ from compress.evaluate.result import Predicted, Reproduction, RunResult, Sizes, 
 from compress.native.library import instruction_set
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
-from compress.recipe.schema import Recipe
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.version import __version__
 
@@ -114,32 +113,33 @@ def run_result(
 
 
 def reproduction(
-    recipe: Recipe,
+    recipe: Mapping[str, Any],
     opened: OpenModel,
     run: Run,
     fingerprint: str,
     code: Mapping[str, str],
     texts: Sequence[TextUse],
+    reads_data: bool,
 ) -> Reproduction:
     """Collect everything that determines the bytes of a checkpoint.
 
     Args:
-        recipe: The resolved recipe.
+        recipe: The resolved recipe, as plain values without folders of this machine.
         opened: The base model.
         run: The run.
         fingerprint: Digest of the run, of its manifest.
         code: Digests of the sources of passes, of its manifest.
         texts: Texts of calibration and evaluation.
+        reads_data: Whether a pass reads the calibration data.
     """
     calibration = run.calibration
     assert calibration is not None
-    reads = any(step.requires.data for step in recipe.passes)
     return Reproduction(
-        recipe=recipe.model_dump(mode="json"),
+        recipe=dict(recipe),
         fingerprint=fingerprint,
         code=dict(code),
         calibration_sha256=calibration.sha256(),
-        calibration_runs=CalibrationRuns.of(calibration).sketch() if reads else None,
+        calibration_runs=CalibrationRuns.of(calibration).sketch() if reads_data else None,
         texts=list(texts),
         compute_dtype=dtype_name(opened.dtype),
         storage_dtype=dtype_name(run.storage),

@@ -179,7 +179,7 @@ def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[s
             return_dict_in_generate=True,
         )
     if bool(output.logits[0].isnan().any()):
-        raise NumericError("the model's logits are NaN on a prompt; evaluate it with --dtype float32")
+        raise NumericError("the model's logits are NaN on a prompt; evaluate it with dtype float32")
     answer = output.sequences[0, prompt_length(model, ids) :].tolist()
     text = str(tokenizer.decode(answer, skip_special_tokens=True))
     return {"ids": answer, "text": text, "ended": len(answer) < TOKENS or answer[-1] == tokenizer.eos_token_id}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.errors import ModelError
+from compress.errors import ModelError, reported_as
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
 from compress.layers.linear import CompressedLinear
@@ -251,9 +251,13 @@ def bench(
     loaded: dict[str, tuple[float, int]] = {}
     for name in dict.fromkeys(filter(None, (against, source))):
         begin, memory_before = perf_counter(), psutil.Process().memory_info().rss
-        models[name], _ = load(
-            checkpoint_of(name), dtype, compile=compiled or None, activations=activations if name == source else None
-        )
+        with reported_as("model" if name == source else "against", "model"):
+            models[name], _ = load(
+                checkpoint_of(name),
+                dtype,
+                compile=compiled or None,
+                activations=activations if name == source else None,
+            )
         seconds = perf_counter() - begin
         check_generates(models[name])
         generate(models[name], 1, PROMPT, 2)

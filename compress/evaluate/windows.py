@@ -109,7 +109,7 @@ def measure_window(model: nn.Module, window: Batch, index: int, task: WindowTask
     )
     if math.isnan(loss):
         raise NumericError(
-            f"the model's loss is NaN on window {index} of the evaluation text; evaluate it with --dtype float32, or "
+            f"the model's loss is NaN on window {index} of the evaluation text; evaluate it with dtype float32, or "
             "write its checkpoint again"
         )
     counts = len(positions) and lm_objective.streams

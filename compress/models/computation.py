@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from compress.errors import ModelError, did_you_mean
+from compress.errors import ModelError, RecipeError
 from compress.native.library import available
-from compress.numerics.dtypes import DTYPES, dtype_name, fast_dtype
+from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name, fast_dtype
+
+DEVICES = r"auto|cpu|cuda(:\d+)?"
+"""Regular expression of the values of `device`."""
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """Return the device of computation; 'auto' is CUDA if a CUDA device exists.
+
+    Raises:
+        RecipeError: when this machine has no such device, or the name is none of a device.
+    """
+    name = str(name)
+    if not re.fullmatch(DEVICES, name):
+        raise RecipeError(f"device {name!r} is not known; use auto, cpu, cuda, or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        available = f"only cuda:0 to cuda:{count - 1}" if count else "no CUDA device that torch can use"
+        raise RecipeError(f"device: {name} does not exist: this machine has {available}; write device: auto, or cpu")
+    return device
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
@@ -26,7 +48,7 @@ def compute_dtype(config: PretrainedConfig, dtype: str, device: torch.device) ->
     """
     if dtype != "auto":
         if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
+            raise ModelError(f"dtype {dtype!r} is not known{dtype_hint(dtype)}")
         return DTYPES[dtype], None
     stated = getattr(config, "dtype", None)
     if isinstance(stated, torch.dtype) and stated not in DTYPES.values():

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import masked_in
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.supported import check_supported
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, ModelError
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import open_experts
-from compress.models.kinds.batch import Examples
-from compress.models.kinds.kinds import adapter_of, examples_of
+from compress.models.kinds.kinds import adapter_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
 from compress.pipeline.engine import Memory, engine
+from compress.pipeline.given_data import examples_in
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.resolve import resolve, run_of, teachers
 from compress.pipeline.sources import in_memory
@@ -33,7 +33,7 @@ from compress.recipe.schema import Recipe, Save, read_passes
 def apply(
     model: PreTrainedModel,
     passes: Pass | Sequence[Pass],
-    calibration: Tensor | Mapping[str, Any] | Examples | None = None,
+    calibration: Any = None,
     batch: int = 4,
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
@@ -45,15 +45,20 @@ def apply(
     Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
 
     passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
-    [sequences, length], or a batch as a data collator of transformers returns it: for a model of recordings a mapping
-    with input_features (or input_values) and labels; required unless all passes are data-free. batch: sequences per
-    batch. teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer:
-    provides the mask token, for passes that train a masked language model or compute its loss. masks: 'keep': the zeros
-    of a dense linear with more than a fifth of zeros stay zero; 'forget': they are ordinary weights.
+    [sequences, length]; a batch as a data collator of transformers returns it, for a model of recordings a mapping with
+    input_features (or input_values) and labels; a Dataset, a DataLoader or a list of batches, of rows with input_ids or
+    of texts; a `Calibration`, or the name or file of a text; required unless all passes are data-free. batch: sequences
+    per batch. teacher: the uncompressed model, for passes that learn from it; by default a copy of the model.
+    tokenizer: of texts; it also provides the mask token, for passes that train a masked language model or compute its
+    loss. masks: 'keep': the zeros of a dense linear with more than a fifth of zeros stay zero; 'forget': they are
+    ordinary weights.
 
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
     """
+    if not isinstance(model, PreTrainedModel):
+        what = f"is {model}, which is not in memory" if isinstance(model, str | Path) else f"is of class {type(model)}"
+        raise ModelError(f"model: {what}; load it first: model, tokenizer = compress.load(FOLDER)")
     passes = read_passes([passes] if isinstance(passes, Pass) else passes)
     check_order(passes, begun=True)
     check_supported(model)
@@ -78,7 +83,7 @@ def apply(
         journal.add("note", "plan", log)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
-    examples = None if calibration is None else examples_of(model, calibration)
+    examples = None if calibration is None else examples_in(calibration, opened, recipe)
     without_data = partial(adapter_of(model).probe, model, resolved.sample, PROBE_TOKENS)
     probe = without_data() if examples is None else examples.beginning(PROBE_TOKENS)
     open_original = None if teacher is None else partial(in_memory, teacher)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry, layer_schemes
-from compress.checkpoint.containers.digests import SUMS
+from compress.checkpoint.containers.digests import MANIFEST, SUMS, WORK
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.containers.safetensors import INDEX
 from compress.checkpoint.exact import ExactCodec, restore_exact
@@ -36,9 +36,7 @@ from compress.passes.contract.passes import Step
 from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
 from compress.pipeline.output import (
-    MANIFEST,
     STAGED,
-    WORK,
     check_files,
     check_folder,
     listed_files,
@@ -47,7 +45,7 @@ from compress.pipeline.output import (
     staged_sizes,
     staging_folder,
 )
-from compress.pipeline.provenance import changed_code
+from compress.pipeline.provenance import changed_code, changed_inputs
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.restore import restore_block
 from compress.pipeline.snapshot import Snapshot, read_snapshot
@@ -64,7 +62,7 @@ class Manifest:
     fingerprint: a digest of everything that determines the checkpoint's bytes. complete: the checkpoint is complete.
     training: the report's records of training passes. reached: the last complete snapshot. begun: the unfinished
     snapshot of the next segment. code: digests of the code of the run (`provenance.code_of`). files: the size of every
-    file that the run has put into the folder, or is about to, by name.
+    file that the run has put into the folder, or is about to, by name. inputs: the other inputs of the fingerprint.
     """
 
     folder: Path
@@ -77,6 +75,7 @@ class Manifest:
     begun: Snapshot | None = None
     code: dict[str, str] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -122,13 +121,20 @@ class Manifest:
         move_staged(self.folder, sizes)
 
 
-def open_folder(folder: Path, fingerprint: str, overwrite: bool, code: Mapping[str, str] | None = None) -> Manifest:
+def open_folder(
+    folder: Path,
+    fingerprint: str,
+    overwrite: bool,
+    code: Mapping[str, str] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Manifest:
     """Return the manifest of an output folder: a new one, or the one of an earlier start of the same run.
 
     Args:
         fingerprint: The fingerprint of the run.
         overwrite: Whether to replace another run in the folder.
         code: The digests of the run's code; if they differ, the error says which.
+        inputs: The other inputs of the fingerprint (`provenance.inputs_of`); the error says which differ.
 
     Raises:
         OutputError: The folder cannot be created or contains files of no run, or it contains another run and
@@ -140,19 +146,18 @@ def open_folder(folder: Path, fingerprint: str, overwrite: bool, code: Mapping[s
         folder.mkdir(parents=True, exist_ok=True)
         nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or no block is finished
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another --out") from error
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another folder") from error
     manifest = _read(path, folder) if path.exists() else None
-    new = Manifest(folder, fingerprint, code=dict(code or {}))
+    new = Manifest(folder, fingerprint, code=dict(code or {}), inputs=dict(inputs or {}))
     if manifest is not None and manifest.fingerprint == fingerprint:
         return manifest
     if nothing and manifest is None:
         return new
     if not overwrite:
-        changed = changed_code(manifest.code, new.code) if manifest is not None else None
-        reason = changed or "its recipe, model, calibration text or version differs"
-        raise OutputError(
-            f"{folder}: contains another run ({reason}); choose another --out, or pass --overwrite to replace it"
-        )
+        changes = [] if manifest is None else [changed_inputs(manifest.inputs, new.inputs)]
+        changes += [] if manifest is None else [changed_code(manifest.code, new.code)]
+        reason = "; ".join(filter(None, changes)) or "its recipe, model, calibration text or version differs"
+        raise OutputError(f"{folder}: contains another run ({reason}); choose another folder, or overwrite it")
     remove_files(folder, listed_files(folder))
     for child in sorted((folder / WORK).iterdir(), key=lambda child: child == path):  # the manifest last
         if child.is_dir() and not child.is_symlink():

@@ -24,7 +24,7 @@ from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
-from compress.pipeline.export import save
+from compress.pipeline.export import check_new_folder, save
 from compress.report.card import write_export_card
 from compress.sweep.quantized_embeddings import quantized_embeddings
 
@@ -75,6 +75,7 @@ def export(
     """
     if format not in FORMATS:
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
+    check_new_folder(Path(out))
     model, tokenizer = load(folder, dtype, "cpu", trust_remote_code)
     form = FORMATS[format].stored_in(next(model.parameters()).dtype)
     layers = {n: m for n, m in linears(model).items() if isinstance(m, CompressedLinear) and not m.scheme.plain}
@@ -160,7 +161,7 @@ class _Plan:
             stored = {name: plan._split(scheme) or scheme for name, scheme in schemes.items()}
             if not any(format_.refuses(scheme) for scheme in stored.values()) and plan._clash(stored) is None:
                 able.append(name)
-        return f"Lossless formats: {', '.join(able)}. To round the weights again, add --requantize"
+        return f"Lossless formats: {', '.join(able)}. To round the weights again, add requantize"
 
     def _candidates(self, scheme: LayerScheme) -> list[LayerScheme]:
         """Return schemes of one part of codes that the format stores, the nearest to a layer's own first."""
@@ -239,8 +240,8 @@ class _Plan:
         else:
             raise TargetError(
                 f"export: {name}: its scales are {part.scale.dtype}, which {dtype}, the dtype of scales in format "
-                f"{self.form.name}, cannot represent exactly; use --dtype float32 (if the format does not "
-                "fix their dtype), or add --requantize to round its weights again"
+                f"{self.form.name}, cannot represent exactly; use dtype float32 (if the format does not "
+                "fix their dtype), or add requantize to round its weights again"
             )
 
 

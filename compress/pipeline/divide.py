@@ -57,6 +57,6 @@ def check_same_inputs(digests: Mapping[str, str], processes: Processes) -> None:
         if different:
             raise UserError(
                 f"launcher: process {rank} on {host} does not see what process 0 on {reference[0]} sees: the "
-                f"{' and the '.join(different)} differ; start all processes with the same files, and with an --out on "
+                f"{' and the '.join(different)} differ; start all processes with the same files, and with a folder on "
                 "a file system that they share"
             )

@@ -13,31 +13,34 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.containers.files import check_writable
 from compress.checkpoint.load import dtype_to_compare, load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.files import fingerprint_of, pooling_in, read_sentence_files
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
+from compress.checkpoint.sources.untrusted import check_complete, check_no_adapter
 from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.text_source import as_source
-from compress.errors import ModelError, one_line
+from compress.errors import ModelError, one_line, reported_as
 from compress.evaluate import EVALUATORS, combine_all, measure_one
 from compress.evaluate.base import EvaluationContext, overlap_in_words
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.result import Comparison, ModelResult
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_examples
+from compress.models.computation import device_of
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import described, features_of, is_headless, kind_of, objective_of
-from compress.passes.contract.context import Run, device_of
+from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes, copies_limit
 from compress.passes.contract.processes import Processes
 from compress.pipeline.defaults import with_fitting_windows
 from compress.pipeline.progress import shown_progress
-from compress.pipeline.texts import suited
+from compress.pipeline.texts import EVALUATED, suited
 from compress.pipeline.texts import texts_of as requested_texts
 from compress.recipe.evaluation import Evaluate
 from compress.report.write import ReportError, calibration_runs_of
@@ -95,17 +98,23 @@ def evaluate_models(
         progress: Whether to show a progress bar.
 
     Raises:
+        OutputError: for a folder of stored results that cannot be written.
         ModelError: for a folder without a model, and for different tokenizers.
         CalibrationError: for texts that cannot be read.
         RecipeError: for tasks that do not exist.
         NumericError: for a loss that is NaN.
     """
     check_tasks(settings)
+    if work is not None:
+        check_writable(work)
     journal, compute_device = journal or Journal(), device_of(device)
     processes = Processes.launched(cpu=compute_device.type == "cpu")
     base = sources[0] if base is None and len(sources) > 1 else base
     order = list(dict.fromkeys(([] if base is None else [base]) + list(sources)))
-    folders = {source: model_folder(source) for source in order}  # errors before any model is measured
+    folders: dict[str, Path] = {}
+    for source in order:  # errors before any model is measured
+        with reported_as("model" if source in sources else "base", "model"):
+            folders[source] = model_folder(source)
     if base is None:
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
     results, common = MeasuredModels(base, settings, journal), None
@@ -280,9 +289,11 @@ def model_folder(source: str) -> Path:
     """Return the local folder of a model.
 
     Raises:
-        ModelError: for a folder without a model.
+        ModelError: for a folder without a model, and that of an unfinished run.
     """
     folder = checkpoint_of(source)
+    check_complete(folder)
+    check_no_adapter(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
     return folder
@@ -309,7 +320,8 @@ def texts_of(
     """
     shape = settings.windows, settings.length, settings.stride
     texts = requested_texts(settings, model)
-    return {as_source(text).label: evaluation_examples(model, tokenizer, text, *shape)[0] for text in texts}
+    with reported_as(*EVALUATED):
+        return {as_source(text).label: evaluation_examples(model, tokenizer, text, *shape)[0] for text in texts}
 
 
 def check_same(

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.codec import FormatCodec, Outside
-from compress.checkpoint.containers.files import reason_of
+from compress.checkpoint.containers.files import check_writable, reason_of
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
@@ -27,7 +27,7 @@ from compress.layers.linear import CompressedLinear, linears
 from compress.models.computation import storage_of
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
-from compress.numerics.dtypes import DTYPES, dtype_name
+from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import Run
 from compress.sweep.install import adapt, adapt_block
@@ -85,7 +85,7 @@ def _check(format_: str, dtype: str, sparse: SparsePolicy) -> None:
     if format_ not in FORMATS:
         raise UserError(f"save: format {format_!r} is not known{did_you_mean(format_, FORMATS)}")
     if dtype != "auto" and dtype not in DTYPES:
-        raise UserError(f"save: dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
+        raise UserError(f"save: dtype {dtype!r} is not known{dtype_hint(dtype)}")
     if sparse == "always" and not FORMATS[format_].sparse:
         raise UserError(f"save: sparse: 'always' is not possible: format {format_} stores the zeros; use native")
 
@@ -102,12 +102,18 @@ def _check_outside(opened: OpenModel) -> None:
         raise SaveError(f"save: {missing[0]} is on the meta device, without values; load the model first")
 
 
+def check_new_folder(folder: Path) -> None:
+    """Raise OutputError unless a checkpoint can be written to the folder: it is missing or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder}: exists already; name a new or empty folder")
+    check_writable(folder)
+
+
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder; on success it becomes `folder`, on an error it is removed."""
+    check_new_folder(folder)
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise OutputError(f"{folder}: exists already; name a new or empty folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".part", dir=folder.parent))
     except OSError as error:

@@ -14,30 +14,32 @@ import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import pooling_in
 from compress.checkpoint.sources.hub import at_commit
 from compress.checkpoint.writer import OUTSIDE
-from compress.errors import one_line
+from compress.errors import SaveError, one_line
 from compress.evaluate import Results, combine_all, measure_all, measured_of
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
 from compress.evaluate.gate import quality_error
-from compress.evaluate.result import Predicted, Verification
+from compress.evaluate.result import Predicted, RunResult, Verification
 from compress.evaluate.store import Store, digest_of, shared_results
 from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal
+from compress.passes.contract.passes import calibrates
 from compress.pipeline.checkpoint import PROBE_FILE, open_folder
 from compress.pipeline.evaluation import measure
-from compress.pipeline.output import WORK
 from compress.pipeline.plan import final_plan, update_plan
 from compress.pipeline.prepare import Job
-from compress.pipeline.provenance import RECIPE_FILE, package_sha256
+from compress.pipeline.provenance import RECIPE_FILE, package_sha256, published
 from compress.pipeline.sources import open_source
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
+from compress.recipe.paths import without_folders
 from compress.report.card import CardFacts, write_card
 from compress.report.write import write_report
 
@@ -95,8 +97,8 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     """Reload the checkpoint, compare it with the computed model, evaluate it, and write the report.
 
     Only one model is in memory at a time: the computed model is freed first. If an evaluator fails, the report has what
-    was measured before. If that happens, or a limit of `fail_if` is exceeded, `on_failure` receives the report, and the
-    error is raised.
+    was measured before. If that happens, a limit of `fail_if` is exceeded or the report cannot be written, `on_failure`
+    receives the report, and the error is raised.
     """
     recipe, run, manifest, folder = job.recipe, job.run, job.manifest, job.manifest.folder
     job.opened.model.to_empty(device="meta")
@@ -130,16 +132,23 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     )
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
-    reproduce = reproduction(recipe, opened, run, *digests, job.uses)
+    reproduce = reproduction(published(recipe, folder), opened, run, *digests, job.uses, calibrates(job.resolved.steps))
     report = run_result(opened, run, folder, checkpoint, passes, measured.combined(), reproduce)
-    write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
-    write_report(report, folder, manifest.staged)
-    write_card(
-        report, manifest.staged, at_commit(recipe.model, opened.commit), CardFacts.of(job.resolved.steps, opened.model)
-    )
-    manifest.publish()
+    values, stated = report.to_json(), recipe.model_dump(mode="json")
+    values["model"]["source"] = recipe.model
+    values = without_folders(values, stated)
+    values["reproduce"]["recipe"] = reproduce.recipe
+    report = RunResult.from_json(values)
     result = Result(folder, report.to_json(), run.journal)
     error = measured.error or quality_error(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
+    source, facts = at_commit(recipe.model, opened.commit), CardFacts.of(job.resolved.steps, opened.model)
+    try:
+        write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from the first start's
+        write_report(report, folder, manifest.staged)
+        write_card(report, manifest.staged, source, facts)
+        manifest.publish()
+    except (OSError, SaveError) as failure:
+        error = failure
     if error is not None:
         if on_failure is not None:
             on_failure(result.report)

@@ -13,10 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
 from compress.passes.contract.journal import Journal
-from compress.pipeline.output import WORK, check_folder
+from compress.pipeline.output import check_folder
 
 LOCK = "lock"
 """The file in the work folder that a run locks; the run removes it at its end."""
@@ -41,7 +42,7 @@ def locked(folder: Path, journal: Journal) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _opened(path, folder, journal)
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another --out") from error
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another folder") from error
     with file:
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         file.truncate(0)
@@ -66,7 +67,7 @@ def _opened(path: Path, folder: Path, journal: Journal) -> IO[str]:
         except OSError as error:
             if error.errno in HELD:
                 file.close()
-                wait = "wait until it ends, or choose another --out"
+                wait = "wait until it ends, or choose another folder"
                 raise OutputError(f"{folder}: {_holder(path)} works in this folder; {wait}") from error
             message = f"the file system has no locks ({error.strerror}); a second run would not be noticed"
             journal.add("note", "run", message)

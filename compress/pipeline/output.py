@@ -14,16 +14,12 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from compress.checkpoint.containers.digests import SUMS
-from compress.checkpoint.containers.files import tensor_file_bytes, write_text
+from compress.checkpoint.containers.digests import MANIFEST, SUMS, WORK
+from compress.checkpoint.containers.files import check_writable, tensor_file_bytes, write_text
 from compress.checkpoint.containers.safetensors import INDEX
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
 
-WORK = ".compress"
-"""The folder inside of the output folder that holds the manifest and the files of an unfinished run."""
-MANIFEST = "manifest.json"
-"""The file inside of `WORK` with the state of the run."""
 STAGED = "new"
 """The folder inside of `WORK` with files that are being written."""
 WRITES = (
@@ -44,19 +40,20 @@ MOST = 5  # names in a message
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. Nothing is written."""
+    """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. Nothing is left behind."""
     if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder}: is a file; choose another --out")
+        raise OutputError(f"{folder}: is a file; choose another folder")
     if (folder / WORK).is_symlink():
-        raise OutputError(f"{folder}: {WORK} is a link, not a folder of compress; choose another --out")
+        raise OutputError(f"{folder}: {WORK} is a link, not a folder of compress; choose another folder")
     try:
         names = [child.name for child in folder.iterdir()] if folder.exists() else []
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be read ({error.strerror}); choose another --out") from error
+        raise OutputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from error
     if set(names) - {WORK} and not (folder / WORK / MANIFEST).exists():
         raise OutputError(
-            f"{folder}: is not empty and was not written by compress; choose another --out, or empty the folder first"
+            f"{folder}: is not empty and was not written by compress; choose another folder, or empty the folder first"
         )
+    check_writable(folder)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -67,7 +64,7 @@ def check_space(folder: Path, needed: int) -> None:
     if free < needed:
         raise OutputError(
             f"{folder}: the checkpoint takes {needed / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free; choose "
-            "another --out, or free disk space"
+            "another folder, or free disk space"
         )
 
 
@@ -81,7 +78,7 @@ def check_files(files: Any, folder: Path) -> dict[str, int]:
         parts = PurePosixPath(name).parts if inside else ()
         if type(size) is not int or not parts or ".." in parts or parts[0] == WORK or "/".join(parts) != name:
             raise OutputError(
-                f"{folder}: {WORK}/{MANIFEST} lists {name!r}, which is no file of a run; choose another --out, or "
+                f"{folder}: {WORK}/{MANIFEST} lists {name!r}, which is no file of a run; choose another folder, or "
                 "remove the folder"
             )
     return files
@@ -94,7 +91,7 @@ def listed_files(folder: Path) -> dict[str, int]:
     except (ValueError, KeyError) as error:
         raise OutputError(
             f"{folder}: {WORK}/{MANIFEST} does not list the files of its run (it is damaged, or of an earlier "
-            "version), so that they cannot be told from yours; remove the folder yourself, or choose another --out"
+            "version), so that they cannot be told from yours; remove the folder yourself, or choose another folder"
         ) from error
     return check_files(files, folder)
 
@@ -124,7 +121,7 @@ def remove_files(folder: Path, files: Mapping[str, int]) -> None:
     changed += [name for path in temporary if (name := path.relative_to(folder).as_posix()) not in present]
     if changed:
         raise OutputError(
-            f"{folder}: the earlier run did not write {spelled(changed)} as it is now; move it, or choose another --out"
+            f"{folder}: the earlier run did not write {spelled(changed)} as it is now; move it, or use another folder"
         )
     for name in present:
         (folder / name).unlink()

@@ -18,9 +18,8 @@ from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ShortageError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
-from compress.models.computation import kept_dtype
+from compress.models.computation import device_of, kept_dtype
 from compress.models.structure.ends import End, find_ends
-from compress.passes.contract.context import device_of
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.pipeline.checks import check_all

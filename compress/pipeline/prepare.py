@@ -7,22 +7,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
 from compress.data.ids import TextUse
 from compress.evaluate.base import overlap_in_words
 from compress.evaluate.store import digest_of
 from compress.layers.scheme import LayerScheme
+from compress.models.computation import device_of
 from compress.models.kinds.batch import Examples
-from compress.passes.contract.context import Run, device_of
+from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import calibrates
 from compress.passes.contract.processes import ALONE, Processes
 from compress.pipeline.checkpoint import Manifest, open_folder
 from compress.pipeline.divide import check_divided, check_same_inputs
-from compress.pipeline.output import WORK, check_folder, check_space
+from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.plan import Plan, plan_of
-from compress.pipeline.provenance import UNKNOWN, identity, written
+from compress.pipeline.provenance import UNKNOWN, code_of, identity, inputs_of, written
 from compress.pipeline.reference import TOKENS, check_source
 from compress.pipeline.resolve import ResolvedRecipe, resolve_and_check, run_of
 from compress.pipeline.servers import settled_check
@@ -90,7 +92,8 @@ def prepare(
     assert planned.fit is not None
     resolved = resolved.with_calibration(batch=planned.fit.batch)
     recipe = resolved.recipe
-    stated, recorded = written(recipe), _at_commit(recipe, opened)  # before an output folder with plugins is replaced
+    stated = written(recipe, out)  # before an output folder with plugins is replaced
+    recorded = written(recipe.model_copy(update={"model": at_commit(recipe.model, opened.commit)}), out)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
@@ -115,25 +118,22 @@ def prepare(
     if processes.first:
         check_source(opened, examples.beginning(TOKENS), recipe.trust_remote_code, planned.memory_bytes, journal)
     quantize_embeddings(opened, run, resolved.steps)
-    fingerprint, code = identity(recipe, opened.fingerprint, examples.sha256())
+    inputs, code = inputs_of(recipe, opened.fingerprint, examples.sha256()), code_of(recipe)
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     take_in_compressed(opened, run)
     check_divided(resolved.steps, examples, recipe.calibration.batch, processes)
     with processes.first_goes_first():
-        manifest = open_folder(out, fingerprint, overwrite, code)
-    inputs = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
-    inputs["calibration text"] = examples.sha256()
-    inputs["evaluation text"] = digest_of([windows.sha256() for windows in texts.values()])
-    inputs["output folder"] = manifest.state
-    check_same_inputs(inputs, processes)
+        manifest = open_folder(out, identity(inputs, code), overwrite, code, inputs)
+    common = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
+    common["calibration text"] = examples.sha256()
+    common["evaluation text"] = digest_of([windows.sha256() for windows in texts.values()])
+    common["output folder"] = manifest.state
+    check_same_inputs(common, processes)
     if manifest.complete and (damaged := manifest.damaged()):
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
+    if manifest.complete:
+        journal.add("note", "resume", "the checkpoint is already complete; it is only checked and evaluated again")
     run, uses = replace(run, calibration=examples), (*uses, *(use for _, use in evaluated))
     return Job(resolved, run, planned, examples, texts, manifest, recorded, given_bytes, uses, overlaps, accept)
-
-
-def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:
-    """The files that state the recipe with the commit of a model of the hub."""
-    return written(recipe.model_copy(update={"model": at_commit(recipe.model, opened.commit)}))

@@ -7,19 +7,25 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import pydantic
 
 from compress.errors import RecipeError
 from compress.passes.contract.passes import Pass
+from compress.passes.contract.wording import Place, place_text
+from compress.recipe.paths import stored
 from compress.recipe.plugins import load_file, module_text, spelled
 from compress.recipe.schema import Recipe
+from compress.recipe.yaml import yaml_of
 from compress.version import __version__
 
 PACKAGE = "compress"
 WITHOUT_EFFECT = ("__main__.py", "cli", "evaluate", "report", "testing")
 """Files and folders of the package that have no effect on the bytes of a checkpoint."""
+SHOWN = 3  # differences in a message
+WIDEST = 80  # characters of a value in it
 UNKNOWN = "unknown"
 """The digest of a pass without source."""
 RECIPE_FILE = "recipe.yaml"
@@ -32,15 +38,40 @@ def fingerprint(**parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def identity(recipe: Recipe, model: str, calibration: str) -> tuple[str, dict[str, str]]:
-    """Return the fingerprint of a run, and the digests of its code (`code_of`).
+def inputs_of(recipe: Recipe, model: str, calibration: str) -> dict[str, Any]:
+    """Return what the bytes of a checkpoint depend on besides code: not the evaluation, nor how it is verified.
 
-    The fingerprint covers all that the bytes of the checkpoint depend on: not the evaluation, nor how it is verified.
     model, calibration: digests of the model's files and of the calibration ids.
     """
     options = recipe.model_dump(mode="json", exclude={"eval": True, "model": True, "plugins": True, "save": {"verify"}})
-    code = code_of(recipe)
-    return fingerprint(recipe=options, model=model, calibration=calibration, version=__version__, code=code), code
+    return {"recipe": options, "model": model, "calibration": calibration, "version": __version__}
+
+
+def identity(inputs: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """Return the fingerprint of a run. inputs, code: as returned by `inputs_of` and `code_of`."""
+    return fingerprint(**inputs, code=code)
+
+
+def changed_inputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Return what differs between the inputs of two runs, in words; None if that is not known."""
+    if not old or set(old) != set(new):
+        return None
+    texts = {"model": "the model is another one", "calibration": "the calibration text is another one"}
+    differences = _differences(old["recipe"], new["recipe"], ())
+    differences += [text for key, text in texts.items() if old[key] != new[key]]
+    differences += [] if old["version"] == new["version"] else [f"it was made by compress {old['version']}"]
+    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return f"{'; '.join(differences[:SHOWN])}{more}" if differences else None
+
+
+def _differences(old: Any, new: Any, place: Place) -> list[str]:
+    """List the places at which plain values differ, with the values."""
+    if isinstance(old, dict) and isinstance(new, dict) and set(old) == set(new):
+        return [line for key in old for line in _differences(old[key], new[key], (*place, key))]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [line for i, pair in enumerate(zip(old, new, strict=True)) for line in _differences(*pair, (*place, i))]
+    values = (shorten(json.dumps(value), WIDEST, placeholder=" ...") for value in (old, new))
+    return [] if old == new else ["{}: {} there, {} here".format(place_text(place), *values)]
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
@@ -87,8 +118,10 @@ def changed_code(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
     return f"the code of {PACKAGE} itself changed" if keys else None
 
 
-def written(recipe: Recipe) -> dict[str, str]:
+def written(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Return the files that state a recipe in a folder, by name: recipe.yaml, and copies of the plugins that it names.
+
+    Paths are relative to the folder, or absolute where they are far from it.
 
     Raises RecipeError if recipe.yaml could not be read again as the same recipe.
     """
@@ -105,4 +138,11 @@ def written(recipe: Recipe) -> dict[str, str]:
                 f"{label}: its options are not the same after a round trip through YAML; "
                 "use options of plain types, or validators that accept their plain form"
             )
-    return {**copies, RECIPE_FILE: recipe.model_copy(update={"plugins": tuple(copies)}).to_yaml()}
+    data = stored(recipe.model_dump(mode="json"), folder) | {"plugins": list(copies)}
+    return {**copies, RECIPE_FILE: yaml_of(data)}
+
+
+def published(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the plain values of a recipe for everybody: without folders of this machine."""
+    plugins = [f"{PLUGINS}/{Path(path).name}" for path in recipe.plugins]
+    return stored(recipe.model_dump(mode="json"), folder, public=True) | {"plugins": plugins}

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+)
 
+from compress.checkpoint.containers.digests import MANIFEST, WORK
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError, SaveError, one_line
-from compress.pipeline.checkpoint import WORK
+from compress.pipeline.output import check_files
+from compress.pipeline.provenance import RECIPE_FILE
+from compress.recipe.yaml import yaml_of
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
-LEFT_OUT = [f"{WORK}/**", "*.part"]
-"""Files of an output folder that are not uploaded: the work folder of a run, and unfinished files."""
 
 
 class Hub(Protocol):
@@ -24,63 +31,94 @@ class Hub(Protocol):
         """The user who is logged in."""
         ...
 
+    def repo_info(self, repo_id: str) -> Any:
+        """Return what is known of a repository."""
+        ...
+
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
         """Create a repository, or return the existing one."""
         ...
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, ignore_patterns: list[str]) -> Any:
-        """Upload a folder in one commit."""
+    def create_commit(self, repo_id: str, operations: list[CommitOperationAdd], *, commit_message: str) -> Any:
+        """Upload files in one commit."""
         ...
 
 
-def check_login(repository: str, hub: Hub | None = None) -> None:
-    """Raise OutputError unless a user is logged in to the hub; called before a run whose result is to be uploaded."""
+def check_login(repository: str, hub: Hub | None = None, private: bool = True) -> None:
+    """Check what an upload needs; called before a run whose result is to be uploaded.
+
+    Raises:
+        OutputError: if no user is logged in to the hub, the name is none of a repository, or a private repository is
+            wanted and this one is public.
+    """
     if not all(repository.split("/")) or repository.count("/") > 1:
-        raise OutputError(f"--push-to-hub {repository}: is no repository of the hub; write NAME or OWNER/NAME")
+        raise OutputError(f"{repository}: is no repository of the hub; write NAME or OWNER/NAME")
+    hub = hub or HfApi()
     try:
-        (hub or HfApi()).whoami()
+        user = hub.whoami()["name"]
+        is_public = not hub.repo_info(repository if "/" in repository else f"{user}/{repository}").private
+    except RepositoryNotFoundError:  # it will be created
+        return
     except LocalTokenNotFoundError as error:
-        raise OutputError(f"--push-to-hub {repository}: not logged in to the hub; {LOGIN}") from error
+        raise OutputError(f"{repository}: not logged in to the hub; {LOGIN}") from error
     except (HfHubHTTPError, OSError) as error:
+        raise OutputError(f"{repository}: the hub refuses the login ({one_line(error)}); {LOGIN}") from error
+    if private and is_public:
         raise OutputError(
-            f"--push-to-hub {repository}: the hub refuses the login ({one_line(error)}); {LOGIN}"
-        ) from error
+            f"{repository}: exists and is public; say that the checkpoint is to be public (private: "
+            "false), or write the name of another repository"
+        )
 
 
-def push_to_hub(folder: str | Path, repository: str, private: bool = False, hub: Hub | None = None) -> str:
-    """Upload the folder of a finished run to a repository of the hub, which is created if needed; return its address.
+def push_to_hub(folder: str | Path, repository: str, private: bool = True, hub: Hub | None = None) -> str:
+    """Upload the files of a finished run to a repository of the hub, which is created if needed; return its address.
 
-    private: whether a new repository is private. hub: by default `huggingface_hub.HfApi()`.
+    Only files that the run has written are uploaded, with a recipe that names no folder of this machine.
 
-    Raises OutputError for a folder without a finished and verified run, a missing login, or a name that the hub
-    refuses; SaveError if the upload fails.
+    Args:
+        folder: Output folder of the run.
+        repository: NAME or OWNER/NAME.
+        private: Whether a new repository is private; if so, an existing public one is refused.
+        hub: By default `huggingface_hub.HfApi()`.
+
+    Raises:
+        OutputError: for a folder without a finished and verified run, a missing login, a name that the hub refuses, and
+            a public repository.
+        SaveError: if the upload fails.
     """
     folder, hub = Path(folder), hub or HfApi()
-    _check_finished(folder)
-    check_login(repository, hub)
+    contents = _contents(folder)
+    check_login(repository, hub, private)
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
-        hub.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message="Upload a compressed checkpoint",
-            ignore_patterns=LEFT_OUT,
-        )
+        hub.create_commit(repository, contents, commit_message="Upload a compressed checkpoint")
     except HFValidationError as error:
-        raise OutputError(f"--push-to-hub {repository}: {one_line(error)}") from error
+        raise OutputError(f"{repository}: {one_line(error)}") from error
     except (HfHubHTTPError, OSError) as error:
         raise SaveError(
-            f"--push-to-hub {repository}: the upload failed ({one_line(error)}); the checkpoint is kept in {folder}, "
-            "and the same command tries again"
+            f"{repository}: the upload failed ({one_line(error)}); the checkpoint is kept in {folder}, and the same "
+            "command tries again"
         ) from error
     return f"https://huggingface.co/{repository}"
 
 
-def _check_finished(folder: Path) -> None:
-    """Raise OutputError unless the folder holds a complete run; its report is written after the verification."""
+def _contents(folder: Path) -> list[CommitOperationAdd]:
+    """Return the files to upload: those that the manifest of a complete run lists.
+
+    Raises OutputError for another folder; the report of a run is written after the verification.
+    """
     try:
-        complete = read_json(folder / WORK / "manifest.json").get("complete") is True
-    except ValueError:
-        complete = False
-    if not complete or not (folder / "report.json").exists():
+        manifest = read_json(folder / WORK / MANIFEST)
+        recipe = json.loads((folder / "report.json").read_text(encoding="utf-8"))["reproduce"]["recipe"]
+        names = check_files(manifest["files"], folder)
+        complete = manifest["complete"] is True
+    except (OSError, ValueError, KeyError):
+        complete, names, recipe = False, {}, {}
+    if not complete:
         raise OutputError(f"{folder}: holds no finished run; finish `compress run` with this folder as -o first")
+    texts: dict[str, str | bytes] = {RECIPE_FILE: yaml_of(recipe).encode()}
+    return [
+        CommitOperationAdd(name, texts.get(name, str(folder / name)))
+        for name in sorted(names)
+        if (folder / name).is_file() and not (folder / name).is_symlink()
+    ]

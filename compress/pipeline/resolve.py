@@ -46,12 +46,7 @@ from compress.sweep.capture import ModelShell
 from compress.sweep.quantized_embeddings import embeddings_of
 from compress.train.student import check_trained, norms_of
 
-EARLIER: dict[Fact, str] = {
-    "masked": "earlier passes (masks: forget in the recipe drops the zeros of a dense model)",
-    "quantized": "earlier passes",
-    "activations_quantized": "earlier passes",
-    "cache_quantized": "earlier passes",
-}
+BEFORE = "in the model that the passes start with"
 """The origin of a fact of the original model, for messages."""
 
 
@@ -215,7 +210,7 @@ def resolve_passes(
             most = dict(schemes)
         else:
             for name in chosen:
-                facts[name] |= dict.fromkeys(own_options(step, name).effects(ANY_LAYER).facts, pass_label)
+                facts[name] |= dict.fromkeys(own_options(step, name).effects(ANY_LAYER).facts, f"by {pass_label}")
     _check_prepared(steps, {name: scheme.shape for name, scheme in schemes.items()})
     return steps, opened
 
@@ -248,11 +243,11 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
                 "quantized": layer.quantized,
                 "activations_quantized": layer.rounding is not None,
             }
-            facts[name] = {fact: EARLIER[fact] for fact, holds in true.items() if holds}
+            facts[name] = {fact: BEFORE for fact, holds in true.items() if holds}
     attentions = tuple(f"{attention}." for attention in cache_policies(opened.model))
     for name in facts:
         if name.startswith(attentions):
-            facts[name]["cache_quantized"] = EARLIER["cache_quantized"]
+            facts[name]["cache_quantized"] = BEFORE
     return facts
 
 
@@ -289,14 +284,17 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
     for fact in sorted(step.never_after):
         for name in names:
             if fact in facts[name]:
-                again = fact in step.effects(ANY_LAYER).facts
+                origin, again = facts[name][fact], fact in step.effects(ANY_LAYER).facts
                 remedy = "skip it with ignore" + ("" if again else f", or put {step.key()} first")
-                raise TargetError(f"{pass_label}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
+                if origin == BEFORE:
+                    remedy = "start with the model from before that, or skip it with ignore"
+                    remedy += "; masks: forget drops the zeros of a dense model" if fact == "masked" else ""
+                raise TargetError(f"{pass_label}: {name} is already {in_words(fact)} {origin}; {remedy}")
     for name in names:
         grids = own_options(step, name).effects(ANY_LAYER).scheme.grids if "masked" in facts[name] else ()
         if without := [grid.name for grid in grids if not grid.has_zero]:
             raise TargetError(
-                f"{pass_label}: {name} is pruned by {facts[name]['masked']}, but weights {without[0]} have no zero; "
+                f"{pass_label}: {name} is pruned {facts[name]['masked']}, but weights {without[0]} have no zero; "
                 "use ternary, or another grid that has one"
             )
     for fact in sorted(step.after):

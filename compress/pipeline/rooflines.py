@@ -94,7 +94,7 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     on: the device, as `read_device` takes it, or 'here': measured. Raises RecipeError, ModelError, TargetError.
     """
     if batch < 1 or context < 1:
-        raise RecipeError(f"--batch {batch} --context {context}: must be at least 1")
+        raise RecipeError(f"batch {batch}, context {context}: must be at least 1")
     device = None if on == HERE else read_device(on)
     schemes: Mapping[str, LayerScheme]
     if isinstance(subject, Recipe):

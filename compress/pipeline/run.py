@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.containers.files import told_of_writing
-from compress.passes.contract.context import device_of
+from compress.models.computation import device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.passes import ERROR_TOKENS, calibrates

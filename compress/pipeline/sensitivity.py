@@ -18,23 +18,24 @@ import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.checkpoint.containers.files import check_writable
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.stored import weight_files
 from compress.data.ids import model_sample
 from compress.data.text_source import as_source
-from compress.errors import ModelError, RecipeError, TargetError, did_you_mean
+from compress.errors import ModelError, RecipeError, TargetError, did_you_mean, reported_as
 from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears
+from compress.models.computation import device_of
 from compress.models.kinds.batch import IDS, Batch, Examples
 from compress.models.kinds.kinds import described, is_headless
 from compress.models.structure.blocks import Block, has_two_stacks
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
-from compress.passes.contract.context import device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
 from compress.pipeline.apply import apply
@@ -67,7 +68,7 @@ def read_choice(text: str) -> tuple[str, Pass]:
         spelled = None
     if not ((isinstance(spelled, dict) and len(spelled) == 1) or (isinstance(spelled, str) and spelled in PASSES)):
         near = did_you_mean(text, [*GRIDS, *PASSES])
-        raise RecipeError(f"--choice {text}: no grid, sparsity or pass{near}; or write 'gptq: {{weights: int3}}'")
+        raise RecipeError(f"choice {text}: no grid, sparsity or pass{near}; or write 'gptq: {{weights: int3}}'")
     return text, read_passes([spelled])[0]
 
 
@@ -92,12 +93,14 @@ def sensitivity(
     The model is in memory, and once more compressed. work: folder of kept results; a killed measurement continues.
 
     Raises RecipeError for choices, TargetError for a pass that changes other tensors than linears, ModelError,
-    CalibrationError.
+    CalibrationError, OutputError for a `work` that cannot be written.
     """
     journal, torch_device = journal or Journal(), device_of(device)
     read = dict(read_choice(choice) for choice in choices)
     if not read:
-        raise RecipeError("--choice: write at least one, such as --choice int4")
+        raise RecipeError("choice: write at least one, such as int4")
+    if work is not None:
+        check_writable(work)
     folder = model_folder(model)
     base, tokenizer = load(folder, dtype, torch_device)
     if is_headless(base) or has_two_stacks(base):
@@ -106,8 +109,9 @@ def sensitivity(
     needed = any(step.requires.data for step in read.values())
     source = as_source(text)
     source = source.model_copy(update={"divided": True}) if needed and source.is_file else source
-    examples = model_sample(base, tokenizer, source, "test", windows, length)[0]
-    calibration = model_sample(base, tokenizer, source, "calibration", *CALIBRATION)[0] if needed else None
+    with reported_as("text", "calibration", "test"):
+        examples = model_sample(base, tokenizer, source, "test", windows, length)[0]
+        calibration = model_sample(base, tokenizer, source, "calibration", *CALIBRATION)[0] if needed else None
     measured: list[Sensitivity] = []
     with shown_progress(journal) if progress else nullcontext():
         reference = Reference.of(base, examples)
@@ -170,11 +174,11 @@ class Source:
         ]
         if changed:
             raise TargetError(
-                f"--choice {type(step).key()}: changes {changed[0]} too, so a layer cannot be measured alone; use a "
+                f"choice {type(step).key()}: changes {changed[0]} too, so a layer cannot be measured alone; use a "
                 "pass that changes linears only"
             )
         if not changed_linears:
-            raise TargetError(f"--choice {type(step).key()}: changes no linear")
+            raise TargetError(f"choice {type(step).key()}: changes no linear")
         return changed_linears
 
 

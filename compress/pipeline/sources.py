@@ -20,6 +20,7 @@ from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass
 from compress.pipeline.resolve import schemes_of
+from compress.recipe.paths import located
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import plain_values, read_file
 from compress.sweep.install import adapt, adapt_block
@@ -70,7 +71,7 @@ def original_of(source: str) -> str:
             recipe = plain_values(read_file(folder / RECIPE)) if written else None
         except (RecipeError, yaml.YAMLError):  # no recipe of a run
             break
-        model = recipe.get("model") if isinstance(recipe, dict) else None
+        model = located({"model": recipe.get("model")}, folder)["model"] if isinstance(recipe, dict) else None
         source = model if isinstance(model, str) else source
     return source
 

@@ -8,10 +8,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.containers.files import check_output_file, write_text
 from compress.errors import CalibrationError, OutputError, SeveralErrors, TargetError, UserError
 from compress.pipeline.plan import Plan, plan
+from compress.recipe.paths import stored
 from compress.recipe.schema import Recipe
+from compress.recipe.shipped import SUFFIXES
 from compress.recipe.targets import EMBEDDED, LENGTH, Start, choose, group_sizes, read_target, recipe_text
 
 SMALLER_GROUPS, SHORTER = (64, 32, 16), (256, 128, 64)
@@ -37,16 +39,16 @@ def start_recipe(
     A group size that the model's widths do not allow, and sequences longer than its context, are made smaller.
     check: False: write it without a look at the model. source: of the calibration and of the evaluation.
 
-    Raises RecipeError for a target, OutputError for a file that is there, and the errors of `plan`.
+    Raises RecipeError for a target, OutputError for a file that is there or unwritable, and the errors of `plan`.
     """
-    if path.is_dir():
-        raise OutputError(f"{path}: is a folder; write the name of a file, such as -o {path / 'recipe.yaml'}")
+    check_output_file(path, SUFFIXES)
     if path.exists() and not overwrite:
-        raise OutputError(f"{path}: is there already; write another name after -o, or --overwrite to replace it")
+        raise OutputError(f"{path}: is there already; write another name, or overwrite it")
     start = choose(read_target(target))
-    spell = partial(_spelled, start, model, target, path, source)
+    data = {"model": model, "calibration": {"source": source}}
+    data = stored(data, path.parent)
+    spell = partial(_spelled, start, data["model"], target, path, data["calibration"]["source"])
     started = _fitted(start, path, spell) if check else Started(path, start, spell())
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, started.text)
     return started
 
@@ -73,7 +75,7 @@ def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = 
     for group, length, changed in _variants(start):
         text = spell(group, length, measure)
         try:
-            planned = plan(Recipe.from_text(text, str(path)))
+            planned = plan(Recipe.from_text(text, str(path), folder=path.parent))
         except UserError as error:
             errors = error.errors if isinstance(error, SeveralErrors) else (error,)
             if measure != "agreement" and any(getattr(e, "path", ()) == ("eval", "perplexity") for e in errors):

@@ -15,7 +15,7 @@ from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.overlap import overlap_of
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import Part, TextSource, as_source
-from compress.errors import RecipeError
+from compress.errors import RecipeError, reported_as
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_examples
 from compress.models.kinds.batch import Examples
@@ -27,6 +27,9 @@ from compress.recipe.schema import Recipe
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
 
 Text = TypeVar("Text", bound=TextSource)
+EVALUATED = "eval", "calibration", "test"
+"""The key of the evaluation in a recipe, and the beginnings of errors of its texts that it replaces."""
+
 Wanted = TypeVar("Wanted", Evaluate, Evaluate | None)
 
 
@@ -111,9 +114,14 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
         problems.attempt(check_text, *text_reader, text, "calibration", count, recipe.calibration.length)
     for text in problems.attempt(texts_of, settings, opened.model) or ():
         assert settings is not None
-        problems.attempt(check_stride, opened.model, settings.stride)
-        problems.attempt(check_text, *text_reader, as_source(text), "test", settings.windows, settings.length)
+        problems.attempt(_check_evaluated, opened, text, settings)
     problems.check()
+
+
+def _check_evaluated(opened: OpenModel, text: TextSource | str, settings: Evaluate) -> None:
+    with reported_as(*EVALUATED):
+        check_stride(opened.model, settings.stride)
+        check_text(opened.model, opened.tokenizer, as_source(text), "test", settings.windows, settings.length)
 
 
 def calibration_examples(recipe: Recipe, opened: OpenModel) -> tuple[Examples, list[TextUse]]:
@@ -159,4 +167,7 @@ def eval_examples(recipe: Recipe, opened: OpenModel) -> list[Sample]:
         return []
     check_tasks(settings)
     shape = settings.windows, settings.length, settings.stride
-    return [evaluation_examples(*text_reader, text, *shape, recipe.seed) for text in texts_of(settings, opened.model)]
+    with reported_as(*EVALUATED):
+        return [
+            evaluation_examples(*text_reader, text, *shape, recipe.seed) for text in texts_of(settings, opened.model)
+        ]

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import transformers
 
-from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.containers.files import check_writable, write_text
 from compress.checkpoint.sources.untrusted import read_json
 from compress.data.ids import extent
 from compress.data.text_source import as_source
 from compress.errors import CompressError
 from compress.evaluate.store import digest_of
-from compress.passes.contract.context import device_of
+from compress.models.computation import device_of
 from compress.passes.contract.passes import ModelPass, Pass, calibrates
 from compress.pipeline.resolve import ResolvedRecipe, layer_shapes
 from compress.pipeline.texts import texts_of
@@ -67,6 +67,7 @@ def timing(resolved: ResolvedRecipe, measure: bool) -> Timing | None:
     if reason is not None:
         return Timing({}, (f"the passes: {reason}",))
     if rates is None:
+        check_writable(path.parent)
         try:
             rates = trial(resolved, window_of(resolved))
         except CompressError as error:

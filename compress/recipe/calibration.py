@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from compress.data.ids import shares
-from compress.data.text_source import TextSource
+from compress.data.text_source import TextSource, path_text
 from compress.passes.contract.options import OptionError, Options, mistake
 
 Text = TypeVar("Text", bound=TextSource)
@@ -42,7 +42,9 @@ def _evaluated(value: Any) -> Any:
     """Validate the texts of an evaluation; a plain name stays a name."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return value
-    return tuple(_read(TextSource, item, i) if isinstance(item, Mapping) else item for i, item in enumerate(value))
+    return tuple(
+        _read(TextSource, item, i) if isinstance(item, Mapping) else path_text(item) for i, item in enumerate(value)
+    )
 
 
 Mixture = Annotated[tuple[WeightedText, ...] | None, BeforeValidator(_mixture)]

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
-from compress.data.text_source import TextSource, as_source
+from compress.data.text_source import PathText, TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
 from compress.passes.contract.options import OptionError, Options, mistake
 from compress.recipe.calibration import EvaluatedTexts
@@ -78,7 +78,7 @@ class Evaluate(Options):
         description="most likely tokens of the base model that the divergence compares; null: no divergence",
     )
     tasks: tuple[str, ...] = Field(default=(), description="tasks of lm-eval, by name or as a YAML file")
-    data: str | None = Field(
+    data: PathText = Field(
         default=None, description="folder with the data of tasks (TASK/SPLIT.parquet) and task files; null: the hub"
     )
     limit: int | None = Field(default=None, gt=0, description="items of each task, from its start; null: all")

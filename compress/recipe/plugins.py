@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import TypeVar
 
 from compress.errors import RecipeError, did_you_mean
@@ -109,6 +109,19 @@ def executed(work: Callable[[], T], place: str) -> T:
         raise RecipeError(f"{place} {type(error).__name__}: {error}{line}; correct it") from error
 
 
+def place_of_bug(error: BaseException) -> str | None:
+    """Return 'FILE:LINE' of the innermost code of another author's pass that an error passed through, or None."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = {frame.f_code.co_filename for frame, _ in frames if _of_another_author(frame)}
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if frame.f_code.co_filename in files]
+    return lines[-1] if lines else None
+
+
+def _of_another_author(frame: FrameType) -> bool:
+    """Return whether a frame is of a method of a pass outside of this package."""
+    return isinstance(frame.f_locals.get("self"), Pass) and not frame.f_globals["__name__"].startswith("compress.")
+
+
 def _pass_of_file(path: Path, module: ModuleType) -> type[Pass]:
     try:
         step = class_of_file(module, path.stem, Pass)
@@ -123,17 +136,13 @@ def _concrete(candidate: object, place: str) -> type[Pass]:
     """Return the object if it is the class of a pass.
 
     Raises:
-        RecipeError: if it is anything else, or a class without its verb or paper.
+        RecipeError: if it is anything else, or a class without its verb.
     """
     if not (is_class(candidate) and issubclass(candidate, Pass)):
         raise RecipeError(f"{place}: is not a pass; name a class that derives from {KINDS}")
     if inspect.isabstract(candidate):
         missing = ", ".join(sorted(candidate.__abstractmethods__))
         raise RecipeError(f"{place}: {candidate.__name__} does not define {missing}; define it")
-    if not isinstance(getattr(candidate, "paper", None), str):
-        raise RecipeError(
-            f"{place}: {candidate.__name__} has no paper; add paper: ClassVar[str] with the source's address"
-        )
     return candidate
 
 

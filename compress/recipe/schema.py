@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -24,9 +23,10 @@ from pydantic import (
 from compress.checkpoint.checkpoint import is_compressed
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
+from compress.data.text_source import path_text
 from compress.errors import RecipeError, did_you_mean
+from compress.models.computation import DEVICES
 from compress.numerics.sparse.positions import SparsePolicy
-from compress.passes.contract.context import DEVICES
 from compress.passes.contract.options import Options, mistake
 from compress.passes.contract.passes import Pass
 from compress.passes.contract.wording import Place, recipe_error
@@ -34,12 +34,13 @@ from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.names import located_error
 from compress.recipe.order import check_order, label
+from compress.recipe.paths import located
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.sensitivities import expand_sensitivities
 from compress.recipe.settings import Setting, apply_settings, error_of_setting
 from compress.recipe.shipped import find_recipe
-from compress.recipe.yaml import compose, read_file
+from compress.recipe.yaml import compose, read_file, yaml_of
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -111,7 +112,10 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(description="hub id (also OWNER/NAME@REVISION), local folder, or .gguf file")
+    model: str = Field(
+        description="hub id (also OWNER/NAME@REVISION), local folder, or .gguf file; paths in a recipe file "
+        "are relative to its folder"
+    )
     dtype: DType = Field(
         default="auto",
         description="dtype of computation; auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions",
@@ -143,6 +147,16 @@ class Recipe(BaseModel):
         except ValidationError as error:
             raise recipe_error(*mistake(error, cls)) from None
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _as_text(cls, source: Any) -> Any:
+        return path_text(source)
+
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _as_texts(cls, paths: Any) -> Any:
+        return [path_text(path) for path in paths] if isinstance(paths, list | tuple) else paths
+
     @field_validator("device")
     @classmethod
     def _known_device(cls, name: str) -> str:
@@ -169,7 +183,7 @@ class Recipe(BaseModel):
 
     def to_yaml(self) -> str:
         """Return the fully resolved recipe as YAML text, with every option."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml_of(self.model_dump(mode="json"))
 
     @classmethod
     def from_yaml(cls, path: str | Path, settings: Sequence[Setting] = ()) -> Recipe:
@@ -197,13 +211,13 @@ class Recipe(BaseModel):
             text: YAML text.
             name: name of the text, for errors.
             settings: values that replace those of the recipe.
-            folder: folder to which paths of plugins are relative.
+            folder: folder to which paths are relative; None: the current one.
         """
         data, places = compose(text, name)
-        if folder is not None and isinstance(data, dict) and isinstance(data.get("plugins"), list):
-            data["plugins"] = [str(folder.resolve() / p) if isinstance(p, str) else p for p in data["plugins"]]
         origins: list[int] = []
         try:
+            if folder is not None:
+                data = located(data, folder, [setting.place for setting in settings])
             data, origins = _expanded(data, folder)
             return cls.model_validate(apply_settings(data, settings))
         except RecipeError as error:

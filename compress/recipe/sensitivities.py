@@ -123,8 +123,8 @@ def allocation(measured: Sensitivities, bits: float, base: Mapping[str, Any] | N
     kinds = {next(iter(spelled)) for spelled in measured.choices.values()}
     if measured.level != "layer" or len(kinds) != 1 or len(measured.choices) < 2:
         raise RecipeError(
-            "bits: needs choices of one pass that differ in size, measured by layer, such as --choice int3 and "
-            "--choice int4 of compress sensitivity"
+            "bits: needs choices of one pass that differ in size, measured by layer, such as the choices int3 "
+            "and int4 of compress sensitivity"
         )
     table = measured.by_name()
     items = {

@@ -22,6 +22,12 @@ def quantize_data(model: str, scheme: str) -> dict[str, Any]:
     return {"model": model, "passes": [{KEY: scheme_preset.name}], **save}
 
 
+def integer_data(model: str, bits: int | None, group_size: int | None) -> dict[str, Any]:
+    """Return the recipe that quantizes a model by GPTQ to integers of some bits."""
+    groups = {} if group_size is None else {"group_size": group_size}
+    return {"model": model, "passes": [{"gptq": {"weights": f"int{bits}", **groups}}]}
+
+
 def prune_data(model: str, method: str, pattern: str | None, sparsity: float | None) -> dict[str, Any]:
     """Return the recipe that prunes a model by a pass, and stores it as plain weights with zeros, for all programs.
 

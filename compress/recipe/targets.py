@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -105,11 +106,11 @@ def read_target(target: str) -> list[tuple[str, str]]:
         while tokens:
             size = next((n for n in range(min(longest, len(tokens)), 0, -1) if tuple(tokens[:n]) in phrases), None)
             if size is None and tokens[0] not in skipped:
-                raise RecipeError(f"--target {piece.strip()!r}: {tokens[0]!r} is not known{_hint(_plain(piece))}")
+                raise RecipeError(f"target {piece.strip()!r}: {tokens[0]!r} is not known{_hint(_plain(piece))}")
             requests += [] if size is None else [phrases[tuple(tokens[:size])]]
             tokens = tokens[size or 1 :]
     if not requests:
-        raise RecipeError(f"--target {target!r}: says nothing; known: {listed()}")
+        raise RecipeError(f"target {target!r}: says nothing; known: {listed()}")
     return list(dict.fromkeys(requests))
 
 
@@ -129,7 +130,7 @@ def choose(requests: Sequence[tuple[str, str]]) -> Start:
         if alternatives:
             hints.append(f"with {' and '.join(value for _, value in other_requests)}: {', '.join(alternatives)}")
     spelled = ", ".join(value for _, value in requests)
-    raise RecipeError(f"--target {spelled!r}: there is no recipe to start from; {'; '.join(hints) or listed()}")
+    raise RecipeError(f"target {spelled!r}: there is no recipe to start from; {'; '.join(hints) or listed()}")
 
 
 def listed() -> str:
@@ -162,8 +163,11 @@ def recipe_text(
     """
     name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
     head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
-    head += ["", f"compress plan {path}", "    shows what becomes of each module, the bytes and the memory"]
-    head += [f"compress run {path} -o out/{name}", "    compresses, verifies and measures; a killed run continues"]
+    head += ["", f"compress plan {quote(path)}", "    shows what becomes of each module, the bytes and the memory"]
+    head += [
+        f"compress run {quote(path)} -o {quote(f'out/{name}')}",
+        "    compresses, verifies and measures; a killed run continues",
+    ]
     head += ["", "To change next (`compress passes NAME` lists the options of a pass):"]
     head += [f"- {line}" for line in start.next]
     lines = [f"# {line}".rstrip() for line in head] + [f"model: {_scalar(model)}  # hub id, local folder or .gguf file"]

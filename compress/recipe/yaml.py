@@ -74,6 +74,11 @@ def plain_values(text: str) -> Any:
     return None if root is None else loader.construct_document(root)
 
 
+def yaml_of(values: Any) -> str:
+    """Return plain values as YAML text, in their order."""
+    return yaml.safe_dump(values, sort_keys=False)
+
+
 def read_file(path: Path) -> str:
     """Return the text of a YAML file.
 

@@ -156,7 +156,7 @@ def from_comparison(comparison: Comparison) -> list[Variant]:
             base_bytes = size_by_source.get(comparison.base or "", 0)
             variant = variant_of(model.source, model.size_bytes, base_bytes, model)
             if variant is None:
-                raise ReportError(f"{model.source}: was not compared with a base on a text; give --base and a --text")
+                raise ReportError(f"{model.source}: was not compared with a base on a text; give a base and a text")
             variants.append(variant)
     return variants
 

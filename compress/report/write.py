@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from compress.checkpoint.containers.files import write_json, write_text
+from compress.checkpoint.sources.untrusted import check_complete
 from compress.data.overlap import CalibrationSketch
 from compress.errors import UserError
 from compress.evaluate.result import RunResult
@@ -29,8 +30,10 @@ def read_report(folder: Path) -> RunResult:
 
     Raises:
         ReportError: if there is no readable report.json.
+        ModelError: if the run is not finished.
     """
     path = folder / FILE
+    check_complete(folder)
     try:
         return RunResult.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:

@@ -61,11 +61,11 @@ def read_device(text: str) -> Device:
         if name.lower() == text.lower():
             return device
     if not text.lstrip().startswith("{"):
-        raise RecipeError(f"--on {text}: unknown device; known: {', '.join(devices())}, {HERE}, or {_example()}")
+        raise RecipeError(f"device {text}: unknown device; known: {', '.join(devices())}, {HERE}, or {_example()}")
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise RecipeError(f"--on {text}: cannot be read; write {_example()}") from None
+        raise RecipeError(f"device {text}: cannot be read; write {_example()}") from None
     return _device("custom", values)
 
 
@@ -75,15 +75,15 @@ def _example() -> str:
 
 def _device(name: str, values: Any) -> Device:
     if not isinstance(values, dict):
-        raise RecipeError(f"--on: a device is {_example()}")
+        raise RecipeError(f"device: a device is {_example()}")
     for key, value in values.items():
         if key not in RATES:
-            raise RecipeError(f"--on: {key}: unknown{did_you_mean(str(key), RATES)}")
+            raise RecipeError(f"device: {key}: unknown{did_you_mean(str(key), RATES)}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise RecipeError(f"--on: {key}: {value!r} is no number above 0")
+            raise RecipeError(f"device: {key}: {value!r} is no number above 0")
     missing = [key for key in RATES[:3] if key not in values]
     if missing:
-        raise RecipeError(f"--on: {', '.join(missing)} missing; write for example {_example()}")
+        raise RecipeError(f"device: {', '.join(missing)} missing; write for example {_example()}")
     kinds = {"float16": "tflops", "float8": "tflops_fp8", "int8": "tops_int8"}
     rates = {kind: values[key] * 1e12 for kind, key in kinds.items() if key in values}
     return Device(name, rates, values["gbps"] * 1e9, values["memory_gb"] * 1e9)

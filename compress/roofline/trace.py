@@ -195,5 +195,5 @@ def check_length(config: Any, context: int) -> None:
     max_positions = getattr(config, "max_position_embeddings", None)
     if max_positions is not None and context > max_positions:
         raise ModelError(
-            f"--context {context} exceeds the model's {max_positions} positions; use at most {max_positions}"
+            f"context {context} exceeds the model's {max_positions} positions; use at most {max_positions}"
         )

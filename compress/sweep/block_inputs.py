@@ -175,7 +175,7 @@ class SweepInputs:
         full = self.context.full(name)
         run = self.context.run
         signed = run.format.negative_scales
-        return Layer(full, mask, run.scale_dtype, self.context.logger(full), negative_scales=signed)
+        return Layer(full, mask, run.scale_dtype, self.context.logger(full), negative_scales=signed, seed=run.seed)
 
     def put(self, name: str, solution: Solution) -> None:
         layer = replace_linear(self.context.block.module, name)

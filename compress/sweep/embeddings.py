@@ -147,6 +147,8 @@ class EmbeddingWork:
             without_data(observer)
         context = EmbeddingContext(label, self.run, self.opened.dtype)
         absmax = float(layer.weight.abs().max())
-        log, signed = context.logger(end.name), self.run.format.negative_scales
-        facts = Layer(end.name, layer.mask, self.run.storage, log, layer_observer, absmax, negative_scales=signed)
+        log, signed, seed = context.logger(end.name), self.run.format.negative_scales, self.run.seed
+        facts = Layer(
+            end.name, layer.mask, self.run.storage, log, layer_observer, absmax, negative_scales=signed, seed=seed
+        )
         return install(context, end.name, layer, sample.rows, lambda weight: layer_step.solve(weight, observer, facts))

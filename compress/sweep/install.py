@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -129,6 +129,7 @@ def put(
         TargetError: if the format cannot store the solution.
     """
     full = context.full(name)
+    _check_solution(f"{context.label} {full}", solution, layer)
     parts = None if solution.weight is None else parts_of(solution.weight)
     if zero_groups := sum(part.vanished(weight) for part in parts or ()):
         message = "groups of weights became zero, because their scales are too small to store"
@@ -143,6 +144,22 @@ def put(
     round_to_storage(layer, context.run)
     if layer.mask is not None and not bool(((layer.weight == 0) | layer.mask).all()):
         raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
+
+
+def _check_solution(label: str, solution: Any, layer: CompressedLinear) -> None:
+    """Raise TargetError for what is no solution of a layer: another value, or one of another shape."""
+    if not isinstance(solution, Solution):
+        raise TargetError(f"{label}: the pass returns {type(solution).__name__}; return a Solution")
+    weight = solution.weight
+    is_float = isinstance(weight, Tensor)
+    parts = [*(() if weight is None or is_float else parts_of(weight)), *solution.added]
+    shapes = {"weight": [*([weight.shape] if is_float else []), *(part.shape for part in parts)]}
+    shapes["mask"] = [] if solution.mask is None else [solution.mask.shape]
+    for name, others in shapes.items():
+        for shape in others:
+            if tuple(shape) != layer.shape:
+                size, expected = (" x ".join(map(str, numbers)) for numbers in (shape, layer.shape))
+                raise TargetError(f"{label}: the {name} of the solution is {size}, but the layer is {expected}")
 
 
 def _product_inputs(layer: CompressedLinear, rows: Tensor) -> Tensor:

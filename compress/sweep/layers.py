@@ -227,4 +227,5 @@ class LayerWork:
             self.allocated.get(full),
             (self.context.state.unquantized or {}).get(full),
             self.context.run.format.negative_scales,
+            self.context.run.seed,
         )

@@ -131,7 +131,9 @@ def _surveyed(inputs: SweepInputs, name: str, observer_by_group: dict[Any, Obser
     if observer.tokens == 0 and not isinstance(observer, Nothing):
         without_data(observer)
     run, signed = inputs.context.run, inputs.context.run.format.negative_scales
-    layer = Layer(inputs.context.full(name), module.mask, run.scale_dtype, _silent, negative_scales=signed)
+    layer = Layer(
+        inputs.context.full(name), module.mask, run.scale_dtype, _silent, negative_scales=signed, seed=run.seed
+    )
     return Surveyed(layer, module, observer, inputs.rows(name), inputs.context.full(_joint_name(inputs, name)))
 
 

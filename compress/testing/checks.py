@@ -46,7 +46,8 @@ class Masking(LayerPass):
 def check_described(kind: type[Pass]) -> None:
     """Check that the class has a docstring and a publication, and that it describes every option."""
     require(kind.__doc__, "the class needs a docstring of its own")
-    require(kind.paper.startswith("https://"), "paper: write the https address of the publication or of the source")
+    is_address = not kind.paper or kind.paper.startswith("https://")
+    require(is_address, "paper: write the https address of the publication or of the source, or leave it out")
     missing = [name for name, option in kind.model_fields.items() if not option.description]
     require(not missing, f"options without a description: {', '.join(missing)}; add Field(description=...)")
 

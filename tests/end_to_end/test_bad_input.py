@@ -143,7 +143,7 @@ def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
     path = file_of(recipe(RTN(weights="int8")))
     line = one_line(2, "run", path, "-o", out)
-    assert "contains another run" in line and "--overwrite" in line
+    assert "contains another run" in line and "overwrite it" in line
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
     done = CliRunner().invoke(cli.main, ["run", str(path), "-o", str(out), "--overwrite"])
     assert done.exit_code == 0, done.output
@@ -155,7 +155,7 @@ def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
 def test_foreign_files_are_never_touched(overwrite, tmp_path):
     (tmp_path / "model.safetensors").write_text("another's")
     with pytest.raises(
-        OutputError, match="is not empty and was not written by compress; choose another --out, or empty the"
+        OutputError, match="is not empty and was not written by compress; choose another folder, or empty the"
     ):
         open_folder(tmp_path, "a", overwrite)
     assert (tmp_path / "model.safetensors").read_text() == "another's"
@@ -163,9 +163,9 @@ def test_foreign_files_are_never_touched(overwrite, tmp_path):
 
 def test_folders_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is a file; choose another --out"):
+    with pytest.raises(OutputError, match="is a file; choose another folder"):
         open_folder(tmp_path / "file", "a", False)
-    with pytest.raises(OutputError, match="cannot be (created or )?read .*; choose another --out"):
+    with pytest.raises(OutputError, match="cannot be written .*; choose another place"):
         open_folder(tmp_path / "file" / "out", "a", False)
 
 

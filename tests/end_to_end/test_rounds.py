@@ -301,11 +301,11 @@ def test_facts_hold_across_runs(ran, again):
     rounded = ran("rounded native", GPTQ(group_size=32, symmetric=False), format="native")
     cached = ran("cached", KVCache(), format="native")
     for folder, step, message in [
-        (rounded, Wanda(), "is already quantized by earlier passes"),
-        (rounded, RTN(), "is already quantized by earlier passes"),
-        (pruned, DropBlocks(count=1), r"is already pruned by earlier passes \(masks: forget"),
+        (rounded, Wanda(), "is already quantized in the model that the passes start with"),
+        (rounded, RTN(), "is already quantized in the model that the passes start with"),
+        (pruned, DropBlocks(count=1), r"is already pruned in the model that the passes start with; .* masks: forget"),
         (pruned, RTN(weights="binary"), "weights binary have no zero"),
-        (cached, KVCache(), "is already given a quantized KV cache by earlier passes"),
+        (cached, KVCache(), "is already given a quantized KV cache in the model that the passes start with"),
         (rounded, LoRC(), "no pass right before it quantizes the layer"),
         (rounded, MixedPrecision(), "is given quantized inputs before; put a pass that does so before it"),
     ]:

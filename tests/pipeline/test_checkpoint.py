@@ -7,9 +7,10 @@ import pytest
 
 import compress
 from compress.checkpoint.codec import ShardEntry
+from compress.checkpoint.containers.digests import WORK
 from compress.errors import OutputError, SaveError
 from compress.passes.contract.journal import Journal
-from compress.pipeline.checkpoint import WORK, Manifest, open_folder
+from compress.pipeline.checkpoint import Manifest, open_folder
 from compress.pipeline.prepare import prepare
 from compress.pipeline.provenance import fingerprint
 
@@ -66,7 +67,7 @@ def test_a_start_that_was_killed_before_its_first_block_is_no_obstacle(tmp_path)
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(OutputError, match="out: is a file; choose another --out"):
+    with pytest.raises(OutputError, match="out: is a file; choose another folder"):
         open_folder(tmp_path / "out", "one", overwrite=True)
 
 
@@ -80,7 +81,7 @@ def test_files_of_others_are_never_taken_for_a_run(tmp_path):
 
 def test_another_run_is_replaced_only_when_asked(tmp_path):
     written(tmp_path)
-    with pytest.raises(OutputError, match="contains another run .* pass --overwrite to replace it"):
+    with pytest.raises(OutputError, match="contains another run .* overwrite it"):
         open_folder(tmp_path, "two", overwrite=False)
     publish(tmp_path, {"model-00002-of-00002.safetensors": "x", "config.json": "x", "plugins/own.py": "x"})
     (tmp_path / "notes.txt").write_text("x")
@@ -130,7 +131,7 @@ def test_a_file_that_the_user_changed_is_told_and_stays(name, tmp_path):
     publish(tmp_path, {"config.json": "ours", "README.md": "ours", "plugins/own.py": "ours"})
     (tmp_path / name).write_text("changed by the user")
     before = texts_in(tmp_path)
-    with pytest.raises(OutputError, match=rf"did not write {name} as it is now; move it, or choose another --out"):
+    with pytest.raises(OutputError, match=rf"did not write {name} as it is now; move it, or choose another folder"):
         open_folder(tmp_path, "two", overwrite=True)
     assert texts_in(tmp_path) == before
     (tmp_path / name).rename(tmp_path / "kept.txt")

@@ -164,7 +164,7 @@ def test_what_cannot_be_saved(applied, tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="exists already; name a new or empty folder"):
         compress.save(model, tmp_path / "full")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be created"):
+    with pytest.raises(OutputError, match="cannot be written"):
         compress.save(model, tmp_path / "file" / "out")
     monkeypatch.setattr("compress.pipeline.export.load", lambda *_: (applied("pruned"), None))
     with pytest.raises(VerificationError, match=r"model\.layers\.0\..* differs after reloading"):

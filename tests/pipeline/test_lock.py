@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import compress
+from compress.checkpoint.containers.digests import WORK
 from compress.errors import OutputError
 from compress.passes.contract.journal import Journal
 from compress.pipeline.lock import LOCK, locked
-from compress.pipeline.output import WORK
 
 HOLD = """
 import sys, time
@@ -80,7 +80,7 @@ def test_a_lock_that_is_taken_but_not_yet_signed(tmp_path):
 
 def test_the_error_is_of_the_folder_if_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be created or read"), locked(tmp_path / "file" / "out", Journal()):
+    with pytest.raises(OutputError, match="cannot be written"), locked(tmp_path / "file" / "out", Journal()):
         pass
 
 

@@ -95,9 +95,9 @@ def test_the_folder_is_checked_before_the_model_is_opened(recipe, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     nowhere = recipe(RTN(), model="/no/such")
     for attempt in (lambda: compress.plan(nowhere, tmp_path), lambda: compress.run(nowhere, tmp_path)):
-        with pytest.raises(OutputError, match="is not empty and was not written by compress; choose another --out"):
+        with pytest.raises(OutputError, match="is not empty and was not written by compress; choose another folder"):
             attempt()
-    with pytest.raises(OutputError, match=r"mine\.txt: is a file; choose another --out"):
+    with pytest.raises(OutputError, match=r"mine\.txt: is a file; choose another folder"):
         compress.plan(nowhere, tmp_path / "mine.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -115,7 +115,7 @@ def test_a_disk_that_is_too_small(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     for attempt in (lambda: compress.plan(recipe(RTN()), tmp_path), lambda: compress.run(recipe(RTN()), tmp_path)):
         with pytest.raises(
-            OutputError, match="takes 0.0 GB, but the disk has 0.0 GB free; choose another --out, or free"
+            OutputError, match="takes 0.0 GB, but the disk has 0.0 GB free; choose another folder, or free"
         ):
             attempt()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))

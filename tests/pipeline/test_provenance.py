@@ -1,13 +1,14 @@
 """A run knows the code it was made with: edited passes are found, and the folder's recipe can be read again."""
 
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from pydantic import field_serializer
 
 import compress
-from compress import RTN, Recipe, Wanda
+from compress import GPTQ, RTN, Recipe, Wanda
 from compress.errors import OutputError, RecipeError
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.passes import LayerPass
@@ -16,6 +17,7 @@ from compress.pipeline.provenance import (
     changed_code,
     code_of,
     identity,
+    inputs_of,
     package_sha256,
     source_sha256,
     written,
@@ -55,7 +57,7 @@ def test_a_folder_made_with_other_code_is_refused_and_says_which_pass_changed(as
     assert set(first["reproduce"]["code"]) == {"own", "compress"}
     assert f"source of own, sha256 | {first['reproduce']['code']['own']}" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "own.py").write_text(FLIPPED)
-    with pytest.raises(OutputError, match=r"contains another run \(the code of own changed\); .*pass --overwrite"):
+    with pytest.raises(OutputError, match=r"contains another run \(the code of own changed\); .*overwrite it"):
         compress.run(asked(), tmp_path / "out")
     other = compress.run(asked(), tmp_path / "out", overwrite=True).report
     assert other["checkpoint_sha256"] != first["checkpoint_sha256"]
@@ -80,12 +82,17 @@ def test_a_file_that_changed_after_the_recipe_was_read(asked, tmp_path):
 
 def test_the_identity_is_that_of_what_determines_the_bytes(recipe):
     usual = recipe(RTN(group_size=32))
-    found, code = identity(usual, "m", "c")
+    code = code_of(usual)
+
+    def identity_of(recipe, model="m", calibration="c"):
+        return identity(inputs_of(recipe, model, calibration), code_of(recipe))
+
+    found = identity_of(usual)
     assert set(code) == {"rtn", "compress"} and len(code["rtn"]) == 64
     same = [recipe(RTN(group_size=32), save={"verify": "own"}), usual.model_copy(update={"model": "elsewhere"})]
-    assert all(identity(one, "m", "c")[0] == found for one in same)
+    assert all(identity_of(one) == found for one in same)
     other = [(recipe(RTN(group_size=16)), "m", "c"), (usual, "n", "c"), (usual, "m", "d")]
-    assert all(identity(*one)[0] != found for one in other)
+    assert all(identity_of(*one) != found for one in other)
 
 
 def test_verification_can_be_repeated_in_another_way(recipe, tmp_path):
@@ -178,4 +185,15 @@ class Rounded(Sourceless):
 
 def test_options_that_do_not_read_back_are_an_error():
     with pytest.raises(RecipeError, match=r"passes\[0\] rounded: its options are not the same after a round trip"):
-        written(Recipe(model="m", passes=[Rounded()]))
+        written(Recipe(model="m", passes=[Rounded()]), Path("out"))
+
+
+def test_another_recipe_in_a_folder_is_named_by_the_options_that_differ(recipe, stop, tmp_path):
+    stop(recipe(RTN(group_size=32)), tmp_path / "out")  # also of a run that is not finished
+    for step, options, message in (
+        (RTN(group_size=16), {}, r"passes\[0\] rtn group_size: 32 there, 16 here\)"),
+        (RTN(group_size=32), {"seed": 7}, r"seed: 0 there, 7 here\)"),
+        (GPTQ(group_size=32), {}, r"passes\[0\]: \{\"rtn\".* \.\.\. there, \{\"gptq\""),
+    ):
+        with pytest.raises(OutputError, match=rf"contains another run \({message}"):
+            compress.run(recipe(step, **options), tmp_path / "out", progress=False)

@@ -55,7 +55,7 @@ def test_text_of_the_model_itself_is_evaluated_on_the_embedded_text(pico, tmp_pa
 
 
 def test_the_command_writes_a_recipe_and_says_what_comes_next(pico, tmp_path):
-    path = tmp_path / "new" / "r.yaml"
+    path = tmp_path / "r.yaml"
     done = call(pico, "--target", "8 bits, CPU", "-o", path)
     assert done.exit_code == 0, done.output
     assert "8 bits per weight" in done.stdout and f"next: compress run {path} -o out/r" in done.stdout

@@ -10,6 +10,7 @@ from tolerances import LOGITS
 from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 import compress
+from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.containers.files import file_sha256
 from compress.errors import CompressError, TargetError, VerificationError
 from compress.kernels.dispatch import plain_torch
@@ -17,7 +18,7 @@ from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
 from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
-from compress.pipeline.checkpoint import WORK, open_folder
+from compress.pipeline.checkpoint import open_folder
 from compress.pipeline.readers import unreadable
 from compress.pipeline.verify import verify
 from compress.recipe.schema import Save

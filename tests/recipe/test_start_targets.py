@@ -55,7 +55,7 @@ def test_words_lead_to_a_start(target, name):
     ],
 )
 def test_words_that_lead_nowhere_are_told_with_those_that_do(target, message):
-    with pytest.raises(RecipeError, match="--target") as error:
+    with pytest.raises(RecipeError, match="target") as error:
         choose(read_target(target))
     assert message in str(error.value)
 

@@ -1,7 +1,6 @@
 """report.json: sizes and bits per weight against hand-worked numbers, hashes against the files themselves."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -35,7 +34,7 @@ def test_sizes_by_hand(finished):
 
 
 def test_the_size_of_the_source_is_that_of_its_files(finished):
-    source = Path(finished.report["model"]["source"])
+    source = finished.folder / finished.report["reproduce"]["recipe"]["model"]
     files = [path for path in source.iterdir() if path.suffix == ".safetensors"]
     assert finished.report["size"]["source_bytes"] == sum(path.stat().st_size for path in files)
 

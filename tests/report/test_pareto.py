@@ -90,5 +90,5 @@ def test_reports_that_do_not_fit(finished, tmp_path):
 def test_without_a_base_nothing_is_compared(finished, texts, tmp_path):
     args = ["--measure", "--text", texts["test"], "--windows", 1, "--length", 32, "--work", str(tmp_path / "w")]
     done = call(finished / "small", *args)
-    assert done.exit_code == 2 and "was not compared with a base on a text; give --base" in done.stderr
+    assert done.exit_code == 2 and "nothing is compared with the base; name another MODEL too" in done.stderr
     assert from_reports([Path(finished / "small")])[0].base_bytes > 0

@@ -182,12 +182,12 @@ def test_devices_are_complete():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("H100", "--on H100: unknown device; known: V100, .*, H100-PCIe, H100-SXM, .*, here, or '{tflops: 100"),
-        ("{tflops: 1", "--on {tflops: 1: cannot be read; write '{tflops: 100"),
-        ("{tflops: 1, gbps: 2}", "--on: memory_gb missing; write for example"),
-        ("{tflops: 1, gbps: 2, memory: 3}", r"--on: memory: unknown; did you mean 'memory_gb'\?"),
-        ("{tflops: -1, gbps: 2, memory_gb: 3}", "--on: tflops: -1 is no number above 0"),
-        ("{tflops: fast, gbps: 2, memory_gb: 3}", "--on: tflops: 'fast' is no number above 0"),
+        ("H100", "device H100: unknown device; known: V100, .*, H100-PCIe, H100-SXM, .*, here, or '{tflops: 100"),
+        ("{tflops: 1", "device {tflops: 1: cannot be read; write '{tflops: 100"),
+        ("{tflops: 1, gbps: 2}", "device: memory_gb missing; write for example"),
+        ("{tflops: 1, gbps: 2, memory: 3}", r"device: memory: unknown; did you mean 'memory_gb'\?"),
+        ("{tflops: -1, gbps: 2, memory_gb: 3}", "device: tflops: -1 is no number above 0"),
+        ("{tflops: fast, gbps: 2, memory_gb: 3}", "device: tflops: 'fast' is no number above 0"),
     ],
 )
 def test_a_device_that_cannot_be_read(text, message):
@@ -196,7 +196,7 @@ def test_a_device_that_cannot_be_read(text, message):
 
 
 def test_bad_input(pico, recipe):
-    with pytest.raises(ModelError, match="--context 9999 exceeds the model's 512 positions; use at most 512"):
+    with pytest.raises(ModelError, match="context 9999 exceeds the model's 512 positions; use at most 512"):
         roofline(pico, "T4", context=9999)
     with pytest.raises(RecipeError, match="must be at least 1"):
         roofline(pico, "T4", batch=0)

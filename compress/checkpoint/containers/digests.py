@@ -17,6 +17,10 @@ LOADED = frozenset({".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja"
 """The suffixes of files that are read from a model's folder; each must be listed."""
 OTHERS = frozenset({"report.json"})
 """Files with such a suffix that are no part of the model."""
+WORK = ".compress"
+"""The folder inside of an output folder that holds the manifest and the files of an unfinished run."""
+MANIFEST = "manifest.json"
+"""The file inside of `WORK` with the state of the run."""
 LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\\\0]+)")
 LARGEST = 1 << 24  # bytes
 

@@ -6,14 +6,15 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from safetensors import SafetensorError
 
-from compress.errors import SaveError
+from compress.errors import OutputError, SaveError
 
 FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 UNWRITABLE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -59,6 +60,43 @@ def atomic(path: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Check that files can be created in a folder, or in the place where a file or a folder is to be.
+
+    Nothing is left behind.
+
+    Raises:
+        OutputError: if they cannot.
+    """
+    try:
+        place = path if path.is_dir() else next(parent for parent in path.absolute().parents if parent.exists())
+        with TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
+
+
+def check_output_file(path: Path, suffixes: Sequence[str]) -> None:
+    """Check that results can be written to a file, before the work that they are the results of.
+
+    Args:
+        path: the file.
+        suffixes: the endings of the forms that can be written.
+
+    Raises:
+        OutputError: for another ending, a folder, a missing folder around the file, and one that cannot be written.
+    """
+    if path.is_dir():
+        name = path / f"results{suffixes[0]}"
+        raise OutputError(f"{path}: is a folder; write the name of a file, such as {name}")
+    if path.suffix not in suffixes:
+        endings = " or ".join(suffixes)
+        raise OutputError(f"{path}: results are written to a file that ends in {endings}; write such a name")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path}: there is no folder {path.parent}; create it first, or write another name")
+    check_writable(path)
 
 
 def reason_of(error: Exception) -> str:

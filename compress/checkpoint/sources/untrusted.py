@@ -12,7 +12,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from compress.checkpoint.containers.digests import LOADED, SUMS
+from compress.checkpoint.containers.digests import LOADED, MANIFEST, SUMS, WORK
 from compress.checkpoint.containers.files import is_inside
 from compress.errors import ModelError
 
@@ -25,8 +25,41 @@ FILE_LIST = "fast_tokenizer_files"
 """The entry of tokenizer_config.json that lists names of files."""
 
 
+def check_complete(folder: Path) -> None:
+    """Raise ModelError for the output folder of a run that has not written all files of its checkpoint."""
+    try:
+        complete = read_json(folder / WORK / MANIFEST).get("complete", True)
+    except ValueError:  # the folder of no run
+        return
+    if complete is not True:
+        raise ModelError(
+            f"model: {folder} is the output folder of a run that is not finished; run the same command again to finish "
+            "it"
+        )
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ModelError for the folder of a LoRA adapter, which holds no model."""
+    adapter = folder / "adapter_config.json"
+    if (folder / "config.json").exists() or not adapter.is_file():
+        return
+    try:
+        base = f", {name}," if isinstance(name := read_json(adapter).get("base_model_name_or_path"), str) else ""
+    except ValueError:
+        base = ""
+    raise ModelError(
+        f"model: {folder} holds a LoRA adapter, not a model; merge it into its base model{base} first: with peft, "
+        "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER)"
+    )
+
+
 def check_folder(folder: Path) -> None:
-    """Raise ModelError for a file of a model that is a link out of its folder, or neither a file nor a folder."""
+    """Raise ModelError for a file of a model that is a link out of its folder, or neither a file nor a folder.
+
+    The folder of an unfinished run is refused, too.
+    """
+    check_complete(folder)
+    check_no_adapter(folder)
     try:
         inner = folder / TEMPLATES
         paths = [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() and is_inside(inner, folder) else ())]

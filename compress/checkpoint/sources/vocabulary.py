@@ -11,7 +11,7 @@ from compress.checkpoint.sources.files import read_tokenizer
 from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.supported import check_supported
-from compress.errors import ModelError
+from compress.errors import ModelError, reported_as
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import UNKNOWN, features_of, kind_of
 
@@ -25,9 +25,10 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> P
     The error names the first difference. Only the configuration and the tokenizer of the teacher are read; it is
     returned without weights.
     """
-    folder = folder_of(source, weights=False)
-    config = read_config(folder, source, trust_remote_code)
-    teacher = empty_model(folder, config, student.dtype, trust_remote_code)
+    with reported_as("teacher", "model"):
+        folder = folder_of(source, weights=False)
+        config = read_config(folder, source, trust_remote_code)
+        teacher = empty_model(folder, config, student.dtype, trust_remote_code)
     check_supported(teacher, f"teacher: {source}")
     check_kind(source, teacher, student.model)
     teacher_size, student_size = (

@@ -196,7 +196,7 @@ class Scorer:
             cache.append(output.past_key_values)
         logits = output.logits[0] if selected() else output.logits[rows, columns]
         if bool(logits.isnan().any()):
-            raise NumericError("the model's logits are NaN; evaluate it with --dtype float32, or write it again")
+            raise NumericError("the model's logits are NaN; evaluate it with dtype float32, or write it again")
         return list(logits.split([positions.stop - positions.start for _, positions in places]))
 
     def _proven(self, groups: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> bool:

@@ -151,7 +151,7 @@ def load_tasks(name: str, manager: Any, settings: Evaluate) -> dict[str, Any]:
             return dict(manager.load(spec)["tasks"])
 
     place = "" if settings.data is None or files else f" and {Path(settings.data) / name} holds no data file of it"
-    hint = f"use --data FOLDER with {name}/validation.parquet or {name}/test.parquet where the hub is out of reach"
+    hint = f"use a data folder with {name}/validation.parquet or {name}/test.parquet where the hub is out of reach"
     tasks = attempt(load, f"task {name} cannot be loaded{place}", hint)
     for task in tasks.values():
         shots = task.get_config("num_fewshot")

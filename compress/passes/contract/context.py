@@ -15,7 +15,6 @@ from torch import nn
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.opened import OpenModel
-from compress.errors import RecipeError
 from compress.layers.parts.codes import CodesPart
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.causal import CAUSAL
@@ -25,23 +24,6 @@ from compress.passes.contract.failures import named_failures
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import STORE_BYTES, PeakMemory, memory_of
 from compress.passes.contract.processes import ALONE, Processes
-
-DEVICES = r"auto|cpu|cuda(:\d+)?"
-"""Regular expression of the values of `device`."""
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device of a recipe; 'auto' is CUDA if a CUDA device exists.
-
-    Raises:
-        RecipeError: when this machine has no such device.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
-    if device.type == "cuda" and (device.index or 0) >= count:
-        available = f"only cuda:0 to cuda:{count - 1}" if count else "no CUDA device that torch can use"
-        raise RecipeError(f"device: {name} does not exist: this machine has {available}; write device: auto, or cpu")
-    return device
 
 
 @dataclass

@@ -34,7 +34,7 @@ def _named(error: RuntimeError | MemoryError, phase: str, device: torch.device) 
         return ShortageError(
             f"{phase}: a batch does not fit into the memory of {device}; use a smaller calibration.batch, or shorter "
             "sequences (calibration.length, in the evaluation eval.length); if the pass trains, also a smaller batch "
-            "of the pass; compress plan says what needs how much, and --memory SIZE keeps to a limit"
+            "of the pass; compress plan says what needs how much, and a limit of memory (memory: SIZE) is kept"
         )
     if isinstance(error, torch.AcceleratorError) or any(part in text for part in LOST):
         return DeviceError(

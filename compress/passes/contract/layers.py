@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ class Layer:
         allocated: the layer's value from the survey of the pass.
         unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
         negative_scales: whether the readers of the format take negative scales of integers.
+        seed: the seed of the recipe.
     """
 
     name: str
@@ -48,6 +50,12 @@ class Layer:
     allocated: Any = None
     unquantized: Float[Tensor, "out in"] | None = None
     negative_scales: bool = False
+    seed: int = 0
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A new generator of random numbers on the CPU, seeded by the recipe's seed and the name of the layer."""
+        return torch.Generator().manual_seed(self.seed ^ zlib.crc32(self.name.encode()))
 
     def of_rows(self, rows: slice) -> Layer:
         """Return the same for some rows of the weight."""

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from compress.errors import RecipeError, TargetError, did_you_mean
 from compress.models.structure.select import matches, select
+from compress.numerics.dtypes import DTYPES, dtype_hint
 from compress.passes.contract.discovery import is_class
 from compress.passes.contract.wording import Place, place_text, unknown_option
 
@@ -105,7 +106,14 @@ def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]
         return place, PLAIN_WORDS[detail["type"]]
     message = detail["msg"].removeprefix("Value error, ")
     got = "" if detail["type"] == "value_error" else f", not {detail['input']!r}"
-    return place, message[0].lower() + message[1:] + got
+    return place, message[0].lower() + message[1:] + got + _meant(place, detail["input"])
+
+
+def _meant(place: Place, value: Any) -> str:
+    """Return what a value of another program's form is probably meant for, at the end of a message."""
+    if place[-1:] == ("dtype",) and isinstance(value, str) and value not in DTYPES:
+        return dtype_hint(value)
+    return ""
 
 
 def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:

@@ -109,7 +109,7 @@ class Pass(Options, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
     Attributes:
-        paper: URL of the publication.
+        paper: URL of the publication, if there is one.
         use_for: what the pass is good for, for its page in the documentation.
         not_for: where something else is better, for the same page.
         after: facts that must be true of the model before the pass.
@@ -121,7 +121,7 @@ class Pass(Options, ABC):
         ignore: patterns of modules to skip.
     """
 
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     use_for: ClassVar[str] = ""
     not_for: ClassVar[str] = ""
     after: ClassVar[frozenset[Fact]] = frozenset()

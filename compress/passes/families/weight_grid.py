@@ -18,7 +18,9 @@ def _grid(value: Any) -> Any:
     if isinstance(value, Grid):
         return value.name
     if not isinstance(value, str) or value not in GRIDS:
-        raise ValueError(f"grid {value!r} is not known; known: {', '.join(GRIDS)}")
+        integer = f"int{value}".removesuffix("bit").removesuffix("-")
+        hint = f"; write {integer}" if integer in GRIDS else f"; known: {', '.join(GRIDS)}"
+        raise ValueError(f"grid {value!r} is not known{hint}")
     return value
 
 

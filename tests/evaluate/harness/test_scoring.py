@@ -113,7 +113,7 @@ def test_logits_that_are_not_numbers_are_an_error(tiny):
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
-    with pytest.raises(NumericError, match="logits are NaN; evaluate it with --dtype float32"):
+    with pytest.raises(NumericError, match="logits are NaN; evaluate it with dtype float32"):
         scored(Scorer(model, 64), requests(2))
 
 

@@ -112,7 +112,7 @@ def test_a_task_that_fails_does_not_lose_the_others(pico_model, measure, data):
     assert "distractor" in found["failed"]["sciq"] or "support" in found["failed"]["sciq"]
     unreachable = found["failed"]["arc_easy"]
     assert "task arc_easy cannot be loaded and" in unreachable and "holds no data file of it" in unreachable
-    assert "use --data FOLDER with arc_easy/validation.parquet" in unreachable
+    assert "use a data folder with arc_easy/validation.parquet" in unreachable
     assert [entry.message for entry in journal.entries] == list(found["failed"].values())
 
 

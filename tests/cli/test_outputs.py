@@ -1,0 +1,121 @@
+"""Outputs of commands: they are tried before any work, and results are printed even if writing them fails."""
+
+import errno
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import compress
+from compress import RTN, cli
+from compress.cli.show import print_report
+from compress.errors import OutputError, SaveError
+from compress.pipeline import evaluation, plan, sensitivity, starting, timing
+
+
+def call(*args):
+    """compress ARGS; returns click's result, whose stdout and stderr are apart."""
+    return CliRunner().invoke(cli.main, [str(a) for a in args])
+
+
+WINDOWS = "--windows", "2", "--length", "32"
+COMMANDS = {
+    "eval": (("eval", "MODEL", *WINDOWS), ".json"),
+    "compare": (("compare", "MODEL", "--base", "MODEL/", *WINDOWS), ".svg or .html"),
+    "sensitivity": (("sensitivity", "MODEL", "--choice", "int4", "--by", "block", *WINDOWS), ".json or .html"),
+    "init": (("init", "MODEL"), ".yaml or .yml"),
+}
+WORKERS = ((evaluation, "load"), (sensitivity, "load"), (starting, "plan"))
+"""What the commands do first of their work."""
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Every command fails where its work starts."""
+
+    def work(*args, **kwargs):
+        raise AssertionError("the command worked before it tried its output")
+
+    for module, name in WORKERS:
+        monkeypatch.setattr(module, name, work)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("results.png", "results are written to a file that ends in {endings}; write such a name"),
+        ("missing/results{ending}", "there is no folder"),
+        ("file/results{ending}", "there is no folder"),
+        ("folder", "is a folder; write the name of a file"),
+        ("/proc/results{ending}", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(command, name, message, pico, tmp_path, no_work):
+    args, endings = COMMANDS[command]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    path = tmp_path / name.format(ending=endings.split()[0])
+    done = call(*(arg.replace("MODEL", pico) for arg in args), "-o", path)
+    assert done.exit_code == 2, done.output
+    assert f"{path}: {message.format(endings=endings)}" in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("command", ["eval", "compare", "sensitivity"])
+def test_a_folder_of_kept_results_is_tried_too(command, pico, no_work):
+    done = call(*(arg.replace("MODEL", pico) for arg in COMMANDS[command][0]), "--work", "/proc/kept")
+    assert done.exit_code == 2 and "/proc/kept: cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/proc/out", "{file}/out"])
+def test_an_output_folder_is_tried_before_the_model_is_opened(place, recipe, pico, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    out = place.format(file=tmp_path / "file")
+    rtn = recipe(RTN(group_size=32), model=str(tmp_path / "no model"))
+    for work in (
+        lambda: compress.run(rtn, out, progress=False),
+        lambda: compress.plan(rtn, out),
+        lambda: compress.export(tmp_path / "no model", out),
+    ):
+        with pytest.raises(OutputError, match="cannot be written"):
+            work()
+
+
+def test_a_trial_is_made_only_where_it_can_be_kept(recipe, monkeypatch):
+    monkeypatch.setattr(timing, "kept_file", lambda resolved: timing.Path("/proc/kept/trial.json"))
+    monkeypatch.setattr(timing, "trial", lambda *args: pytest.fail("the trial was made first"))
+    with pytest.raises(OutputError, match="/proc/kept: cannot be written"):
+        plan.plan(recipe(RTN(group_size=32)), time=True)
+
+
+@pytest.mark.parametrize(("command", "word"), [("eval", "perplexity"), ("compare", "smaller"), ("sensitivity", "int4")])
+def test_results_are_printed_if_writing_them_fails(command, word, pico, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, endings = COMMANDS[command]
+
+    def full(path, text):
+        raise SaveError(f"{path}: the disk is full")
+
+    monkeypatch.setattr("compress.checkpoint.containers.files.write_text", full)
+    done = call(*(arg.replace("MODEL", pico) for arg in args), "-o", f"results{endings.split()[0]}")
+    assert done.exit_code == 1 and "the disk is full" in done.stderr and word in done.stdout
+
+
+def test_the_evidence_of_a_run_is_printed_if_its_report_cannot_be_written(recipe, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("compress.pipeline.finish.write_report", full)
+    received = []
+    with pytest.raises(SaveError, match="the disk is full"):
+        compress.run(recipe(RTN(group_size=32)), tmp_path / "out", progress=False, on_failure=received.append)
+    assert json.loads(json.dumps(received[0]))["perplexity"]
+    print_report(received[0], tmp_path / "out")
+    assert "report.html" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [("MODEL", "--base", "MODEL"), ("MODEL", "--measure")])
+def test_a_comparison_needs_another_model(args, pico, no_work):
+    done = call("compare", *(arg.replace("MODEL", pico) for arg in args))
+    assert done.exit_code == 2 and "name another MODEL too" in done.stderr

@@ -35,4 +35,6 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_
         for kind in kinds
     ]
     print_table(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows)
+    if any(kind.error and kind.before == kind.after for kind in kinds):
+        echo(f"note: format {form} fixes the dtype of scales, so they were rounded to it; the codes are unchanged")
     echo(f"checkpoint: {out}, model card: {out / 'README.md'}")

@@ -65,8 +65,9 @@ def export(
 ) -> list[Exported]:
     """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
 
-    Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight; groups
-    that the format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
+    Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight, but for
+    scales that a format stores in a dtype of its own, such as float16, and that are rounded to it; groups that the
+    format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
     store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
     dtype: of dense tensors; 'auto': that of the checkpoint. Returns a line for each kind of layer that is rounded.
 
@@ -227,7 +228,8 @@ class _Plan:
     def _check_scales(self, name: str, layer: CompressedLinear) -> None:
         """Convert the scales to the dtype of the format; codes are rounded again where this changes scales.
 
-        Raises TargetError if that is needed but not asked for.
+        A format that fixes the dtype of scales rounds them, and the codes stay. Raises TargetError if codes must be
+        rounded again, but that is not asked for.
         """
         part, dtype = layer.codes, self.form.scales_in(self.storage)
         if part is None or part.grid.scaling.stored is not None or part.scale.dtype == dtype:
@@ -237,12 +239,20 @@ class _Plan:
             layer.put(stored)
         elif self.requantize:
             layer.put(_rounded_again(part, stored))
+        elif self.form.scale_dtype is not None and _nearly_equal(stored.scale, part.scale):
+            layer.put(stored)
         else:
+            larger = "" if self.form.scale_dtype is not None else "use dtype float32, or "
             raise TargetError(
                 f"export: {name}: its scales are {part.scale.dtype}, which {dtype}, the dtype of scales in format "
-                f"{self.form.name}, cannot represent exactly; use dtype float32 (if the format does not "
-                "fix their dtype), or add requantize to round its weights again"
+                f"{self.form.name}, cannot represent; {larger}add requantize to round its weights again"
             )
+
+
+def _nearly_equal(rounded: Tensor, scale: Tensor) -> bool:
+    """Return whether scales are rounded to the nearest number of their new dtype, without overflow or underflow."""
+    difference = (rounded.double() - scale.double()).abs()
+    return bool((difference <= torch.finfo(rounded.dtype).eps * scale.double().abs()).all())
 
 
 def _distance(old: CodesScheme, new: LayerScheme, scheme: LayerScheme) -> tuple[float, ...]:

@@ -92,10 +92,8 @@ def test_what_a_format_cannot_hold_is_refused_with_the_formats_that_can(written,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scales_that_would_be_rounded_are_refused(written, tmp_path):
+def test_codes_may_be_rounded_again_to_suit_rounded_scales(written, tmp_path):
     source = written("native", RTN(weights="int4", group_size=32))  # float32
-    with pytest.raises(TargetError, match=r"its scales are torch.float32, which torch.float16.* add requantize"):
-        compress.export(source, tmp_path / "a", "gptq")
     found = compress.export(source, tmp_path / "a", "gptq", requantize=True)
     assert all(0 < kind.error < 1e-3 for kind in found)  # that of float16, with codes that suit the new scales
 
@@ -149,3 +147,38 @@ def test_the_command_prints_a_line_per_kind_and_writes_a_card(written, tmp_path)
     assert "int4, group 32" in card and "vLLM read this format too" in card
     again = CliRunner().invoke(main, ["export", str(source), "--format", "bitsandbytes", "-o", str(tmp_path / "b")])
     assert again.exit_code == 2 and "add requantize" in again.output
+
+
+@pytest.mark.parametrize("form", ["gguf", "gptq", "awq"])
+def test_a_format_that_fixes_the_dtype_of_scales_rounds_them(form, written, tmp_path):
+    step = RTN(weights="int4", group_size=32)
+    source = written("native", step)
+    scales = {name: layer.codes.scale for name, layer in layers(source).items()}
+    assert {scale.dtype for scale in scales.values()} == {torch.float32}
+    run = CliRunner().invoke(
+        main, ["export", str(source), "--format", form, "-o", str(tmp_path / "out"), "--dtype", "float32"]
+    )
+    assert run.exit_code == 0, run.output
+    assert "fixes the dtype of scales" in run.output and "lossless" not in run.output
+    before, after = layers(source), layers(tmp_path / "out")
+    for name, layer in after.items():
+        rounded, exact = layer.codes.scale.float(), scales[name]
+        assert torch.equal(rounded, exact.half().float())
+        codes = [
+            part.dense(torch.float64) / s.double().repeat_interleave(32, 1)
+            for part, s in ((layer.codes, rounded), (before[name].codes, exact))
+        ]
+        assert torch.equal(codes[0].round(), codes[1].round())
+
+
+def test_scales_that_the_dtype_of_a_format_cannot_hold_are_refused(pico, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight *= 1e-8  # below the normal numbers of float16
+    model = compress.apply(model, [RTN(weights="int4", group_size=32)])
+    source = compress.save(model, tmp_path / "source", "native", AutoTokenizer.from_pretrained(pico))
+    with pytest.raises(
+        TargetError, match="layers.0.mlp.down_proj: its scales are .*cannot represent; add requantize"
+    ) as refused:
+        compress.export(source, tmp_path / "out", "gptq")
+    assert "dtype float32" not in str(refused.value)

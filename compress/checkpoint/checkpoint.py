@@ -23,7 +23,7 @@ from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import WEIGHTS
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import StoredLayers, check_finite
-from compress.checkpoint.sources.files import fingerprint_of
+from compress.checkpoint.sources.files import fingerprint_of, quantization_beside
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
@@ -154,7 +154,7 @@ class Checkpoint:
         """The content of config.json."""
         config = read_config(self.folder, self.source, self.trust_remote_code)
         quantization, caches, _ = (vars(config).pop(key, None) for key in (*STATED, WEIGHTS))
-        format_, quantization = _format_of(quantization, self.source)
+        format_, quantization = _format_of(quantization or quantization_beside(self.folder), self.source)
         return Statement(config, format_, quantization, caches, masked_in(config))
 
     @property

@@ -96,6 +96,11 @@ class StoredLayers:
                 parts, transforms = self.format.read(inside, scheme)
             except KeyError as error:
                 reason = f"{full} lacks its tensor {error.args[0]}"
+                if f"{full}.weight" in self.tensors.files and error.args[0] != "weight":
+                    raise ModelError(
+                        f"model: config.json says that {full} is quantized ({self.format.name}), but its weight is "
+                        f"stored dense{place}; remove quantization_config from config.json if this is the dense model"
+                    ) from error
                 raise ModelError(f"model: {reason}{place}; write the checkpoint again") from error
             except ValueError as error:
                 raise ModelError(f"model: {start}{error}{place}; write the checkpoint again") from error

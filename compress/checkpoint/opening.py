@@ -12,7 +12,7 @@ from compress.checkpoint.caches import install_policies
 from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
-from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer
+from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer, unread_files
 from compress.checkpoint.sources.hub import commit_of, fetch_code, folder_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.stored import weight_files
@@ -152,7 +152,7 @@ def open_model(
     else:
         blocks, weights = find_blocks(model), Weights(checkpoint)
         ends = checkpoint.outside(blocks, weights.reading, narrow_ends)
-    notes = [*notes, *checkpoint.notes, *widened(checkpoint.dtypes[1]), *conversion]
+    notes = [*notes, *unread_files(folder), *checkpoint.notes, *widened(checkpoint.dtypes[1]), *conversion]
     dense_places = {name: checkpoint.tensors.files[name] for name in checkpoint.dense_names}
     opened = OpenModel(
         model,

@@ -57,6 +57,18 @@ class Document:
     form: str
     template: bool = False
 
+    def checked(self, place: str) -> Document:
+        """Return the document. Raises CalibrationError for a text that UTF-8 cannot encode; place: of the row."""
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(self.text[error.start]):04x}"
+            raise CalibrationError(
+                f"{place}: its text holds {code}, half of a character, at position {error.start}; remove it, or write "
+                "the character whole"
+            ) from error
+        return self
+
 
 @dataclass(frozen=True)
 class RowReader:
@@ -83,8 +95,11 @@ class RowReader:
             place: place of the row, for errors.
 
         Raises:
-            CalibrationError: for a row without text.
+            CalibrationError: for a row without text, and a text that UTF-8 cannot encode.
         """
+        return self._document(row, place).checked(place)
+
+    def _document(self, row: Any, place: str) -> Document:
         if not isinstance(row, Mapping):
             raise CalibrationError(f"{place}: no text, but {type(row).__name__}; {HOW}")
         if self.column is not None:

@@ -67,6 +67,29 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         ) from error
 
 
+def quantization_beside(folder: Path) -> dict[str, Any] | None:
+    """Return the quantization that AutoGPTQ stated in a file of its own, before config.json had it; None without one.
+
+    Raises:
+        ModelError: for a file that cannot be read.
+    """
+    path = folder / "quantize_config.json"
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+    return {"quant_method": "gptq", **values}
+
+
+def unread_files(folder: Path) -> list[str]:
+    """Return notes on files of a folder with weights that belong to the model, and that are not read."""
+    adapter = (folder / "adapter_config.json").is_file()
+    note = "adapter_config.json: the LoRA adapter beside the weights is not read; merge it into the model first"
+    return [note] if adapter else []
+
+
 def read_side_files(folder: Path, trust_remote_code: bool) -> dict[str, str]:
     """Return the text of each file that is copied to the checkpoint, by its name.
 

@@ -28,6 +28,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index, single_file = folder / INDEX, folder / "model.safetensors"
     if (folder / FILE).exists():
+        if single_file.exists() or index.exists():
+            raise ModelError(
+                f"model: {folder} holds {FILE} and safetensors files; name the .gguf file to read it, or remove the "
+                "weights that are not those of the model"
+            )
         return [folder / FILE]
     if index.exists():
         paths = _listed(index, folder)

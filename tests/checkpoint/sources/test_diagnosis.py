@@ -1,0 +1,86 @@
+"""Folders that hold more, or something else, than config.json says: the message says what lies there."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import compress
+from compress.cli import main
+from compress.errors import CalibrationError, ModelError
+
+IDS = torch.arange(5, 29)[None]
+CONFIGS = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", "symmetric": True},
+            }
+        },
+    },
+}
+
+
+def change(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def dense(pico, tmp_path):
+    shutil.copytree(pico, tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_a_quantization_config_that_was_left_in_a_dense_folder(form, dense):
+    change(dense, quantization_config=CONFIGS[form])
+    with pytest.raises(ModelError, match="its weight is stored dense .*remove quantization_config from config.json"):
+        compress.load(dense)
+
+
+def test_a_folder_of_autogptq_states_its_quantization_in_another_file(pico, tmp_path):
+    model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [compress.RTN(weights="int4", group_size=32)])
+    folder = compress.save(model, tmp_path / "gptq", "gptq", AutoTokenizer.from_pretrained(pico))
+    expected = compress.load(folder)[0](IDS).logits
+    values = json.loads((folder / "config.json").read_text())
+    stated = values.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "SHA256SUMS").unlink()
+    keys = {"bits", "group_size", "damp_percent", "desc_act", "static_groups", "sym", "true_sequential"}
+    old = {key: value for key, value in stated.items() if key in keys}
+    old |= {"damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": None}
+    (folder / "quantize_config.json").write_text(json.dumps(old | {"model_file_base_name": "gptq_model-4bit-32g"}))
+    assert torch.equal(compress.load(folder)[0](IDS).logits, expected)
+    assert "gptq" in CliRunner().invoke(main, ["inspect", str(folder)]).output
+    (folder / "quantize_config.json").write_text("{")
+    with pytest.raises(ModelError, match="quantize_config.json cannot be read"):
+        compress.load(folder)
+
+
+def test_a_gguf_file_beside_safetensors_is_not_chosen_silently(dense):
+    (dense / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="holds model.gguf and safetensors files"):
+        compress.load(dense)
+
+
+def test_an_adapter_beside_the_weights_is_named(dense, recipe):
+    (dense / "adapter_config.json").write_text("{}")
+    notes = compress.plan(recipe(compress.RTN(), model=str(dense))).notes
+    assert any("LoRA adapter beside the weights is not read" in note for note in notes)
+
+
+def test_half_a_character_in_a_text_is_an_error_that_names_its_line(recipe, tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "whole"}\n{"text": "a \\ud800 b"}\n')
+    asked = recipe(compress.GPTQ(), calibration={"source": str(path), "sequences": 1, "length": 4, "divided": False})
+    with pytest.raises(
+        CalibrationError, match=r"texts.jsonl:2: its text holds \\ud800, half of a character, at position 2"
+    ):
+        compress.run(asked, tmp_path / "out", progress=False)

@@ -26,31 +26,25 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.checkpoint.formats.accepted import (
-    FLAG,
-    INTEGER,
-    NULL,
-    OBJECT,
-    TEXT,
-    TEXTS,
-    UNUSED,
-    Accepted,
-    check_keys,
-    only,
-    without_effect,
-)
+from compress.checkpoint.formats.accepted import Accepted
 from compress.checkpoint.formats.base import Format, StoredLayer, refuses_inputs
+from compress.checkpoint.formats.config_groups import (
+    CACHE,
+    KEYS,
+    cache_grid,
+    check_other_parts,
+    schemes_of_group,
+    specificity,
+)
 from compress.checkpoint.formats.layouts.float_quantized import FloatQuantized
 from compress.checkpoint.formats.layouts.int_quantized import IntQuantized
 from compress.checkpoint.formats.layouts.layout import Layout, codes_of
 from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
 from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
-from compress.checkpoint.formats.patterns import matches
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
-from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, find_rounding, only_codes
-from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.layers.transforms.rounding import InputRounding
 from compress.models.caches.base import CachePolicy
 from compress.models.caches.grid import GridCache
 from compress.numerics.quant.grids import GRIDS, IntGrid
@@ -58,57 +52,12 @@ from compress.numerics.quant.grids import GRIDS, IntGrid
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
 IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
 """Layouts that transformers dequantizes in bfloat16."""
-INPUTS = {(4, "int"): GRIDS["int4"], (8, "int"): GRIDS["int8"], (8, "float"): GRIDS["fp8_e4m3"]}
-"""The grid of inputs by the bits and the type that a config names."""
-CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 SERVED = GridCache(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"], "static")
 """The policy that `CACHE`, a `kv_cache_scheme`, states."""
 INPUT_SCALE = "input_scale"
 """The stored name of a static scale of the inputs."""
 ZEROS = ("weight_zero_point", "input_zero_point")
 """Tensors of zeros that early versions of compressed-tensors store without need."""
-
-DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "actorder": None}
-"""The values of QuantizationArgs that a config may omit (compressed-tensors 0.20)."""
-ARGUMENTS: dict[str, Accepted] = {
-    "num_bits": INTEGER,
-    "type": only("int", "float"),
-    "symmetric": FLAG,
-    "strategy": TEXT | NULL,
-    "group_size": INTEGER | NULL,
-    "block_structure": NULL,
-    "actorder": UNUSED,
-    **without_effect("observer", "observer_kwargs"),
-}
-"""The keys of QuantizationArgs with the values that all its readers accept."""
-WEIGHTS = ARGUMENTS | {
-    "dynamic": UNUSED,
-    "actorder": UNUSED | only("weight", "static", "group", "dynamic"),
-    "block_structure": NULL | Accepted("two positive integers", lambda value: len(_block(value)) == 2),
-    **without_effect("scale_dtype", "zp_dtype"),  # those of the tensors
-}
-ACTIVATIONS = ARGUMENTS | {
-    "num_bits": only(4, 8),
-    "dynamic": FLAG,
-    "scale_dtype": NULL,
-    "zp_dtype": NULL | only("torch.int8"),
-}
-CACHED = ARGUMENTS | {key: only(value) for key, value in CACHE.items()}
-CACHED |= {"type": only("int", "float"), "group_size": NULL, "scale_dtype": NULL, "zp_dtype": NULL}
-GROUP: dict[str, Accepted] = {
-    "targets": TEXTS,
-    "weights": OBJECT,
-    "input_activations": OBJECT | NULL,
-    "output_activations": NULL,
-    "format": TEXT | NULL,
-}
-SPARSITY: dict[str, Accepted] = {
-    "format": only("dense"),
-    **without_effect("global_sparsity", "sparsity_structure", "registry_requires_subclass", "targets", "ignore"),
-}
-TRANSFORMS: dict[str, Accepted] = {"config_groups": UNUSED}
-STATIC, DYNAMIC = ("tensor",), ("token", "group")
-"""The strategies of inputs that a layer expresses."""
 
 IN_WORDS, IN_BYTES, IN_FLOAT8 = PackQuantized(), IntQuantized(), FloatQuantized()
 LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, MXFP4PackQuantized(), NVFP4PackQuantized())
@@ -135,24 +84,11 @@ class CompressedTensors(Format):
     quant_method = "compressed-tensors"
     readers = ("transformers", "vLLM")
     fused = True
-    keys: ClassVar[Mapping[str, Accepted]] = {
-        "quant_method": TEXT,
-        "format": TEXT,
-        "quantization_status": only("compressed", "frozen"),
-        "config_groups": OBJECT,
-        "ignore": TEXTS | NULL,
-        "kv_cache_scheme": OBJECT | NULL,
-        "sparsity_config": OBJECT | NULL,
-        "transform_config": OBJECT | NULL,
-        "moe_sparsity_config": UNUSED,
-        **without_effect("version", "global_compression_ratio", "run_compressed", "dequantize"),
-        **without_effect("use_optimized_inference"),
-    }
+    keys: ClassVar[Mapping[str, Accepted]] = KEYS
 
     def of_config(self, config: Mapping[str, Any]) -> CompressedTensors:
         super().of_config(config)
-        check_keys(config.get("sparsity_config") or {}, SPARSITY, "sparsity_config.")
-        check_keys(config.get("transform_config") or {}, TRANSFORMS, "transform_config.")
+        check_other_parts(config)
         return self
 
     def refuses(self, scheme: LayerScheme) -> str | None:
@@ -283,8 +219,7 @@ class CompressedTensors(Format):
         record = config.get("kv_cache_scheme")
         if record is None:
             return None
-        check_keys(record, CACHED, "kv_cache_scheme.")
-        grid = INPUTS[8, (DEFAULTS | dict(record))["type"]]
+        grid = cache_grid(record)
         return GridCache(grid, grid, "static")
 
     def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
@@ -331,84 +266,19 @@ class CompressedTensors(Format):
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
         ignored = config.get("ignore") or []
-        names = [name for name in shapes if not any(_matches(pattern, name) for pattern in ignored)]
+        names = [name for name in shapes if not any(specificity(pattern, name) for pattern in ignored)]
         ranked: dict[str, tuple[int, LayerScheme]] = {}
+        layouts = {layout.name: layout for layout in LAYOUTS}
         for key, group in config["config_groups"].items():
-            codes, transforms = _schemes_of_group(group, config, f"config_groups.{key}.")
+            codes, transforms = schemes_of_group(group, layouts, config.get("format"), f"config_groups.{key}.")
             for target in group["targets"]:
                 if target not in shapes and target != "Linear" and not target.startswith("re:"):
                     raise ValueError(f"config_groups.{key}.targets holds {target!r}, which is no linear of the model")
             for name in names:
-                rank = max((_matches(target, name) for target in group["targets"]), default=0)
+                rank = max((specificity(target, name) for target in group["targets"]), default=0)
                 if rank > ranked.get(name, (0, None))[0]:
                     ranked[name] = rank, LayerScheme(shapes[name], (codes,), transforms)
         return {name: scheme for name, (_, scheme) in ranked.items()}
-
-
-def _matches(target: str, name: str) -> int:
-    """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all.
-
-    Raises ValueError for an invalid pattern.
-    """
-    if target.startswith("re:"):
-        return 2 * matches(target.removeprefix("re:"), name)
-    return 3 * (target == name) or int(target == "Linear")
-
-
-def _block(value: Any) -> list[int]:
-    """Return the sizes of a block, which early versions write as '128x128'; empty for another value."""
-    sizes = value.split("x") if isinstance(value, str) else value
-    valid = isinstance(sizes, list) and all(isinstance(size, int) or str(size).isdecimal() for size in sizes)
-    return [int(size) for size in sizes] if valid else []
-
-
-def _strategy(arguments: Mapping[str, Any], accepted: Collection[str], place: str) -> str:
-    """Return what shares a scale; a config may omit it (compressed-tensors, QuantizationArgs). Raises ValueError."""
-    size, stated = arguments.get("group_size"), arguments.get("strategy")
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = inferred if stated is None else stated
-    check_keys({"strategy": strategy}, {"strategy": only(*accepted)}, place)
-    sizes = only(None, -1) if strategy == "channel" else INTEGER if "group" in strategy else NULL
-    check_keys({"group_size": size}, {"group_size": sizes}, place)
-    return strategy
-
-
-def _schemes_of_group(
-    group: Mapping[str, Any], config: Mapping[str, Any], place: str
-) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:
-    """Read the scheme of the codes and those of the transforms from a config group. Raises ValueError."""
-    check_keys(group, GROUP, place)
-    layouts = {layout.name: layout for layout in LAYOUTS}
-    name = group.get("format") or config["format"]
-    if name not in layouts:
-        readable = ", ".join(layouts)
-        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {readable}")
-    layout, inside = layouts[name], f"{place}weights."
-    check_keys(group["weights"], WEIGHTS, inside)
-    weights = DEFAULTS | dict(group["weights"])
-    check_keys({key: weights[key] for key in layout.states}, layout.states, inside)
-    strategy = _strategy(weights, layout.strategies, inside)
-    size: Any = weights["group_size"] if "group" in strategy else strategy
-    rows = 1
-    if strategy == "block":
-        rows, size = _block(weights["block_structure"])
-    indexed = weights.get("actorder") in ("group", "dynamic")
-    codes = CodesScheme(layout.grid_of(weights), size, weights["symmetric"], indexed, rows=rows)
-    inputs = group.get("input_activations")
-    return codes, () if inputs is None else (_rounding(inputs, f"{place}input_activations."),)
-
-
-def _rounding(arguments: Mapping[str, Any], place: str) -> RoundingScheme:
-    """Read the scheme of the inputs. Raises ValueError for inputs that a layer does not express."""
-    check_keys(arguments, ACTIVATIONS, place)
-    inputs = DEFAULTS | dict(arguments)
-    bits, kind = inputs["num_bits"], inputs["type"]
-    check_keys({"type": kind}, {"type": only(*(name for size, name in INPUTS if size == bits))}, place)
-    strategy = _strategy(inputs, DYNAMIC if inputs["dynamic"] else STATIC, place)
-    if not inputs["dynamic"] or kind == "float":
-        check_keys({"symmetric": inputs["symmetric"]}, {"symmetric": only(True)}, place)
-    scale = "static" if not inputs["dynamic"] else "group" if strategy == "group" else "token"
-    return RoundingScheme(INPUTS[bits, kind], scale, symmetric=inputs["symmetric"], group=inputs.get("group_size"))
 
 
 def _readable_experts(schemes: Sequence[LayerScheme], kinds: int) -> bool:

@@ -22,6 +22,7 @@ from compress.checkpoint.sources.gguf_contents import (
     check_none_missing,
     check_tensors,
     check_undivided,
+    complete,
     header_of,
 )
 from compress.checkpoint.sources.limits import limited_modules
@@ -29,7 +30,7 @@ from compress.checkpoint.sources.narrow import record_narrow
 from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import ModelError
 
-CONVERTED = "compress/gguf-3"  # the number changes when the content of a folder does
+CONVERTED = "compress/gguf-4"  # the number changes when the content of a folder does
 
 REFUSED = f"\n{ModelError.__module__}.{ModelError.__qualname__}: "
 """What Python writes before the message of a ModelError that ends a process."""
@@ -107,11 +108,12 @@ def convert(path: Path, folder: Path) -> None:
     from_file: dict[str, Any] = {"gguf_file": path.name}
     header = header_of(path)
     config = AutoConfig.from_pretrained(path.parent, **from_file)
+    replaced = complete(header, config)
     check_keys(header, config)
     check_config(config.to_dict(), trust_remote_code=False)
     with torch.device("meta"), limited_modules(path.parent):
-        check_tensors(header, AutoModelForCausalLM.from_config(config))
-    loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True}
+        check_tensors(header, AutoModelForCausalLM.from_config(config), replaced)
+    loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True, "config": config}
     loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, **loading)
     model, info = loaded
     check_none_missing(header, info["missing_keys"])

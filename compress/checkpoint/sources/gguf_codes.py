@@ -23,7 +23,13 @@ from compress.checkpoint.containers.gguf import DENSE, FILE, SIDECAR, Entry, pac
 from compress.checkpoint.formats.gguf import GGUF, STORED
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of
 from compress.checkpoint.sources.gguf import made_once
-from compress.checkpoint.sources.gguf_contents import check_keys, check_none_missing, check_none_unread, header_of
+from compress.checkpoint.sources.gguf_contents import (
+    check_keys,
+    check_none_missing,
+    check_none_unread,
+    complete,
+    header_of,
+)
 from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
@@ -72,12 +78,13 @@ def _describe(path: Path) -> None:
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
         raise NotThisFormat(f"model: {path}: its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
+    replaced = complete(header, config)
     check_keys(header, config)
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
     names = dict(_names(model, architecture))
     check_none_missing(header, set(names.values()) - set(types))
-    check_none_unread(header, set(types) - set(names.values()))
+    check_none_unread(header, set(types) - set(names.values()) - replaced)
     schemes = dict(_schemes(model, names, types))
     entries = {}
     for full, name in names.items():

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_TO_TRANSFORMERS_MAPPING,
@@ -22,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from compress.checkpoint.containers.gguf_header import open_reader
-from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_of
+from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_factors, rope_of
 from compress.errors import ModelError
 
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -54,15 +57,24 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys that do not change what a model computes, without the architecture's name before them."""
 MOST = 5  # names in a message
+FREQUENCIES = "rope_freqs.weight"
+"""The tensor of the divisors of the rotary frequencies."""
+BIAS = "attn_q.bias"
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""The scaled rotary embedding of Llama 3.1 to 3.3 (Meta's code, apply_scaling), but for its factor and length."""
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The metadata of a GGUF file by key, and the number type of each tensor by name."""
+    """The metadata of a GGUF file by key, and the number type of each tensor by name.
+
+    frequencies: the divisors of the rotary frequencies, if the file holds some.
+    """
 
     path: Path
     values: Mapping[str, Any]
     types: Mapping[str, str]
+    frequencies: Float[Tensor, " half"] | None = None
 
 
 def header_of(path: Path) -> GGUFHeader:
@@ -70,7 +82,42 @@ def header_of(path: Path) -> GGUFHeader:
     reader = open_reader(path)
     values = {name: field.contents() for name, field in reader.fields.items()}
     check_undivided(path, int(values.get("split.count", 1)))
-    return GGUFHeader(path, values, {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors})
+    types = {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors}
+    divisors = [tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES and types[FREQUENCIES] == "F32"]
+    return GGUFHeader(path, values, types, torch.tensor(divisors[0]) if divisors else None)
+
+
+def complete(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
+    """State in a configuration what transformers does not read of a file: scaled rotary embeddings, and biases.
+
+    Returns:
+        Names of the tensors that the configuration replaces. What it cannot state is left to the other checks.
+    """
+    name = str(header.values["general.architecture"])
+    rope = rope_of(config)
+    plain = rope.get("rope_type", "default") == "default" and "rope_theta" in rope
+    factor = header.values.get(f"{name}.rope.scaling.factor", header.values.get(f"{name}.rope.scale_linear", 1.0))
+    kind = header.values.get(f"{name}.rope.scaling.type", "linear")
+    if plain and kind == "linear" and isinstance(factor, int | float) and factor > 1:
+        rope |= {"rope_type": "linear", "factor": float(factor)}
+    if f"blk.0.{BIAS}" in header.types and getattr(config, "attention_bias", None) is False:
+        config.attention_bias = True
+    divisors = header.frequencies
+    if not plain or divisors is None or rope["rope_type"] != "default":
+        return frozenset()
+    if bool((divisors == 1).all()):
+        return {FREQUENCIES}
+    stated = header.values.get(f"{name}.rope.scaling.original_context_length", 0)
+    for positions in (int(stated), *(1 << exponent for exponent in range(20, 4, -1))):
+        scaled = {**LLAMA3, "factor": round(float(divisors.max()), 4), "original_max_position_embeddings": positions}
+        before = dict(rope)
+        rope |= scaled
+        factors = rope_factors(config) if positions else None
+        if factors is not None and factors.shape == divisors.shape and torch.allclose(factors, divisors, rtol=1e-4):
+            return {FREQUENCIES}
+        rope.clear()
+        rope |= before
+    return frozenset()
 
 
 def check_undivided(path: Path, count: int = 1) -> None:
@@ -102,15 +149,18 @@ def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
     _refuse(header.path, "states hyperparameters that are not read", unread)
 
 
-def check_tensors(header: GGUFHeader, model: PreTrainedModel) -> None:
-    """Raise ModelError for tensors of the file that transformers does not read into the model; its data is not used."""
+def check_tensors(header: GGUFHeader, model: PreTrainedModel, replaced: Set[str]) -> None:
+    """Raise ModelError for tensors of the file that transformers does not read into the model; its data is not used.
+
+    replaced: names of tensors that the configuration of the model replaces.
+    """
     kind = TENSOR_PROCESSORS.get(str(header.values["general.architecture"]), TensorProcessor)
     read_names = get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
     # stacked experts are in the map without the suffix
     unread = [
         name for name in header.types if name not in read_names and name.removesuffix(".weight") not in read_names
     ]
-    check_none_unread(header, unread)
+    check_none_unread(header, set(unread) - replaced)
 
 
 def check_none_unread(header: GGUFHeader, names: Iterable[str]) -> None:
@@ -132,6 +182,9 @@ def _stated(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
         yield "rope.dimension_count", int(head_dim(config) * (1 if part is None else part))
     yield "rope.freq_base", rope.get("rope_theta")
     yield "rope.freq_base_swa", sliding.get("rope_theta")
+    if rope.get("rope_type", "default") == "linear":
+        yield from (("rope.scaling.type", "linear"), ("rope.scaling.factor", rope["factor"]))
+        yield "rope.scale_linear", rope["factor"]
     if rope.get("rope_type", "default") == "default":
         yield from (("rope.scaling.type", "none"), ("rope.scaling.factor", 1), ("rope.scaling.attn_factor", 1))
         yield "rope.scale_linear", 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tolerances import near
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 from compress.checkpoint.opening import open_model
@@ -16,7 +17,7 @@ from compress.errors import ModelError
 
 gguf = pytest.importorskip("gguf")
 
-from gguf_writing import write_pico  # noqa: E402  needs gguf
+from gguf_writing import interleaved, write_pico  # noqa: E402  needs gguf
 
 KINDS = ["F32", "Q4_0"]  # read by transformers, and by our own reader of codes
 
@@ -53,7 +54,7 @@ def test_missing_tensors_are_an_error(kind, opened_by, pico, cache, tmp_path):
     assert cached(cache) == []
 
 
-EXTRA = {"blk.0.attn_q.bias": np.ones(128, np.float32), "rope_freqs.weight": np.full(16, 2, np.float32)}
+EXTRA = {"blk.0.ffn_gate.bias": np.ones(288, np.float32), "rope_freqs.weight": np.full(16, 2, np.float32)}
 
 
 @pytest.mark.parametrize("opened_by", [compress.load, lambda path: open_model(str(path))], ids=["load", "open_model"])
@@ -62,7 +63,7 @@ def test_tensors_that_are_not_read_are_an_error(kind, opened_by, pico, cache, tm
     path = tmp_path / "a.gguf"
     write_pico(pico, path, kind, extra=EXTRA)
     with pytest.raises(
-        ModelError, match=r"not read: blk\.0\.attn_q\.bias, rope_freqs\.weight; it would be another model"
+        ModelError, match=r"not read: blk\.0\.ffn_gate\.bias, rope_freqs\.weight; it would be another model"
     ):
         opened_by(path)
     assert cached(cache) == []
@@ -72,9 +73,7 @@ def test_tensors_that_are_not_read_are_an_error(kind, opened_by, pico, cache, tm
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"llama.rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor = 4\.0; "),
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type = yarn; "),
-        ({"llama.rope.scale_linear": 2.0}, r"llama\.rope\.scale_linear = 2\.0; "),
         ({"llama.logit_scale": 0.5}, r"llama\.logit_scale = 0\.5; "),
         ({"llama.attention.sliding_window": 64}, r"llama\.attention\.sliding_window = 64; "),
         ({"llama.attention.causal": False}, r"llama\.attention\.causal = False; "),
@@ -143,6 +142,84 @@ def test_the_process_of_the_conversion_tells_the_error(pico, cache, tmp_path, mo
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "cache"))
     write_pico(pico, tmp_path / "a.gguf", "F32", extra=EXTRA)
-    with pytest.raises(ModelError, match=r"^model: .*a\.gguf holds tensors that are not read: blk\.0\.attn_q\.bias"):
+    with pytest.raises(ModelError, match=r"^model: .*a\.gguf holds tensors that are not read: blk\.0\.ffn_gate\.bias"):
         open_model(str(tmp_path / "a.gguf"))
     assert cached(cache) == []
+
+
+ROUNDED = 0.15  # relative difference of logits by weights in Q4_0
+
+
+def relative(logits, expected):
+    return float((logits - expected).norm() / expected.norm())
+
+
+def scaled(pico, **rope):
+    """The pico model with a scaled rotary embedding, and the divisors of its frequencies."""
+    config = AutoConfig.from_pretrained(pico)
+    config.rope_parameters = {"rope_theta": 10000.0, **rope}
+    model = AutoModelForCausalLM.from_pretrained(pico, config=config).eval()
+    plain = 10000.0 ** -(torch.arange(0, 32, 2).float() / 32)
+    return model, (plain / model.model.rotary_emb.inv_freq).numpy().astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("positions", [64, 8192])
+def test_divisors_of_llama_3_are_read_as_its_scaled_rotary_embedding(kind, positions, pico, tmp_path):
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"rope_type": "llama3", "original_max_position_embeddings": positions}
+    model, divisors = scaled(pico, **rope)
+    write_pico(pico, tmp_path / "a.gguf", kind, extra={"rope_freqs.weight": divisors})
+    read = compress.load(tmp_path / "a.gguf")[0]
+    assert read.config.rope_parameters == {"rope_theta": 10000.0, **rope}
+    ids = torch.arange(30, 400)[None]
+    with torch.no_grad():
+        logits, expected = read(ids).logits, model(ids).logits
+    assert near(logits, expected) if kind == "F32" else relative(logits, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_scaling_is_read(kind, pico, tmp_path):
+    model, _ = scaled(pico, rope_type="linear", factor=4.0)
+    write_pico(
+        pico, tmp_path / "a.gguf", kind, keys={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    )
+    read, ids = compress.load(tmp_path / "a.gguf")[0], torch.arange(30, 400)[None]
+    with torch.no_grad():
+        logits, expected = read(ids).logits, model(ids).logits
+    assert near(logits, expected) if kind == "F32" else relative(logits, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divisors_of_another_rule_are_an_error(kind, pico, cache, tmp_path):
+    divisors = np.linspace(1, 3, 16).astype(np.float32)
+    write_pico(pico, tmp_path / "a.gguf", kind, extra={"rope_freqs.weight": divisors})
+    with pytest.raises(ModelError, match=r"not read: rope_freqs\.weight"):
+        compress.load(tmp_path / "a.gguf")
+    write_pico(pico, tmp_path / "ones.gguf", kind, extra={"rope_freqs.weight": np.ones(16, np.float32)})
+    assert compress.load(tmp_path / "ones.gguf")[0].config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_of_attention_are_read(kind, pico, tmp_path):
+    config = AutoConfig.from_pretrained(pico)
+    config.attention_bias = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(pico, config=config).eval()
+    biases = {}
+    for i, block in enumerate(model.model.layers):
+        for name, leaf, heads in (
+            ("q_proj", "attn_q", 4),
+            ("k_proj", "attn_k", 2),
+            ("v_proj", "attn_v", None),
+            ("o_proj", "attn_output", None),
+        ):
+            bias = block.self_attn.get_submodule(name).bias.data.normal_()
+            array = bias.numpy() if heads is None else interleaved(bias.numpy()[:, None], heads)[:, 0]
+            biases[f"blk.{i}.{leaf}.bias"] = np.ascontiguousarray(array)
+    write_pico(pico, tmp_path / "a.gguf", kind, extra=biases)
+    ids = torch.arange(30, 100)[None]
+    read = compress.load(tmp_path / "a.gguf")[0]
+    with torch.no_grad():
+        logits, expected = read(ids).logits, model(ids).logits
+    assert near(logits, expected) if kind == "F32" else relative(logits, expected) < ROUNDED

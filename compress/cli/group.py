@@ -63,13 +63,14 @@ class ErrorGroup(click.Group):
 
             name, place = f"{type(error).__name__}: {error}".removesuffix(": "), place_of_bug(error)
             if place is not None:
-                _fail(f"{place}: {name}; correct this pass, which is not one of compress; --debug shows more", 1, debug)
+                hint = "correct this pass, which is not one of compress; --debug shows more"
+                _fail([f"{place}: {name}; {hint}"], 1, debug)
             hint = "run the same command with --debug for the traceback, and report it as a bug with the recipe"
             _fail([f"unexpected {name}; {hint}"], 1, debug)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(messages: Sequence[str], code: int, debug: bool) -> NoReturn:
+def _fail(messages: list[str], code: int, debug: bool) -> NoReturn:
     """Print a line for each message, or the traceback with --debug, to standard error and exit."""
     echo(traceback.format_exc() if debug else "\n".join(f"error: {' '.join(m.split())}" for m in messages), err=True)
     sys.exit(code)

@@ -76,12 +76,12 @@ KEPT = "compress_kept"
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def mark_kept(model: PreTrainedModel) -> None:
+def mark_kept(model: nn.Module) -> None:
     """Mark the tensors that transformers keeps in float32 in a 16-bit model, such as the bias of a router.
 
     They are those of `_keep_in_fp32_modules` (in float16) and `_keep_in_fp32_modules_strict`.
     """
-    for dtype in HALVES:
+    for dtype in HALVES if isinstance(model, PreTrainedModel) else ():  # other modules have no such tensors
         plan = model._get_dtype_plan(dtype)
         if not plan:
             continue

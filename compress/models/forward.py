@@ -35,8 +35,10 @@ def skipping(blocks: Sequence[Block], indices: Collection[int]) -> Iterator[None
 
 def logits_of(model: nn.Module, batch: Batch) -> Float[Tensor, "*batch cells"]:
     """The model's answer (`answer_of`) in float32: its logits, or the last hidden states of an encoder."""
+    tensors = (*model.parameters(), *model.buffers())
+    device = next(tensor.device for tensor in tensors if not tensor.is_meta)  # weights of blocks may not be there yet
     with torch.no_grad():
-        return required_answer(run_on(model, batch.to(next(model.parameters()).device))).float()
+        return required_answer(run_on(model, batch.to(device))).float()
 
 
 def states(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> list[Tensor]:

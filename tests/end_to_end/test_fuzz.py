@@ -96,7 +96,7 @@ CASES = {
         config(lambda v: layers(v)["parts"][0].update(grid="int99")),
         "grid 'int99' is not known; did you mean 'int",
     ),
-    "a negative shape": (config(lambda v: layers(v).update(shape=[-64, 32])), "must be at least 1"),
+    "a negative shape": (config(lambda v: layers(v).update(shape=[-64, 32])), "must be from 1 to"),
     "a group of a wrong type": (
         config(lambda v: layers(v)["parts"][0].update(group_size=[16])),
         r"group_size of codes is \[16\]",
@@ -181,7 +181,7 @@ FOREIGN = {
     "gptq: a version of a wrong type": (
         "gptq-int4",
         foreign(lambda v: v.update(checkpoint_format=["gptq"])),
-        r"config\.json cannot be read \(TypeError",
+        r"checkpoint_format = .* is not read",
     ),
     "gptq: an invalid pattern": (
         "gptq-int4",
@@ -191,22 +191,22 @@ FOREIGN = {
     "gptq: patterns that are no object": (
         "gptq-int4",
         foreign(lambda v: v.update(dynamic=[7])),
-        r"config\.json cannot be read \(AttributeError",
+        r"dynamic = \[7\] is not read",
     ),
     "gptq: a group size of a wrong type": (
         "gptq-int4",
         foreign(lambda v: v.update(group_size="x")),
-        r"config\.json cannot be read \(TypeError",
+        r"group_size = 'x' is not read",
     ),
     "gptq: no group size": (
         "gptq-int4",
         foreign(lambda v: v.pop("group_size")),
-        r"config\.json cannot be read \(it lacks 'group_size'",
+        r"cannot be read \(it lacks 'group_size'",
     ),
     "gptq: scales without shape": (
         "gptq-int4",
         tensor(".scales", lambda t: t.flatten()[0]),
-        r"config\.json cannot be read \(IndexError",
+        r"cannot be read \(IndexError",
     ),
     "gptq: other zero points": (
         "gptq-int4",
@@ -216,17 +216,17 @@ FOREIGN = {
     "awq: zero_point of a wrong group size": (
         "awq-int4",
         foreign(lambda v: v.update(group_size=0)),
-        r"config\.json cannot be read \(ZeroDivisionError",
+        r"group_size = 0 is not read",
     ),
     "awq: a version of a wrong type": (
         "awq-int4",
         foreign(lambda v: v.update(version=[1])),
-        r"known: gemm with 4 bits",
+        r"version = \[1\] is not read",
     ),
     "bitsandbytes: a threshold": (
         "bitsandbytes-llm-int8",
         foreign(lambda v: v.update(llm_int8_threshold="x")),
-        r"config\.json cannot be read",
+        r"llm_int8_threshold = 'x' is not read",
     ),
     "bitsandbytes: several formats of a weight": (
         "bitsandbytes-llm-int8",
@@ -251,7 +251,7 @@ FOREIGN = {
     "gptq: another version": (
         "gptq-int4",
         foreign(lambda v: v.update(checkpoint_format="marlin")),
-        r"config\.json cannot be read \(the layout 'marlin' of GPTQ",
+        r"checkpoint_format = 'marlin' is not read",
     ),
     "fp8: weights that nothing describes": (
         "compressed-tensors-fp8",

@@ -208,7 +208,9 @@ def test_the_commands(asked, tmp_path, folder, words):
     shown = run("eval", folder("classes"), out, *shape, "--work", tmp_path / "work", "--json")
     (base, found) = json.loads(shown.stdout)["models"]
     assert base["agreement"] is None and base["perplexity"] == []
-    assert found["agreement"] == json.loads((out / "report.json").read_text())["agreement"]
+    reported = json.loads((out / "report.json").read_text())["agreement"]  # which names no folder
+    assert found["agreement"] == [text | {"text": str(words)} for text in reported]
+    assert [text["text"] for text in reported] == [Path(words).name]
     table = run("eval", folder("classes"), out, *shape, "--work", tmp_path / "work").stdout
     assert "predicted" in table and "perplexity" not in table
     compared = run("compare", out, other, "-o", tmp_path / "plot.html")

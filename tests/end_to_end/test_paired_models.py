@@ -312,7 +312,7 @@ def test_it_generates_from_a_prompt(folder):
     ],
 )
 def test_commands_for_next_tokens_say_so(command, said, folder, tmp_path):
-    more = ["--choice", "int4", "--out", str(tmp_path / "found.yaml")] if command == ["sensitivity"] else []
+    more = ["--choice", "int4", "--out", str(tmp_path / "found.json")] if command == ["sensitivity"] else []
     result = CliRunner().invoke(main, [*command, folder("bart"), *more])
     assert result.exit_code == 2 and said in result.stderr and result.stderr.count("\n") == 1, result.output
 

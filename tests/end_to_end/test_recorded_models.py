@@ -17,6 +17,7 @@ import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Distill, Evaluate, Finetune, SignRound, SmoothQuant, Wanda
 from compress.cli import main
 from compress.data.ids import model_sample
+from compress.data.text_source import as_source
 from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compress.layers.linear import CompressedLinear
 from compress.models.forward import logits_of, mean_loss
@@ -168,9 +169,12 @@ def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
 def test_a_recipe_to_start_from(folder, tmp_path):
     more, path = write_recordings(tmp_path / "more", TEXTS * 11), tmp_path / "start.yaml"
     done = CliRunner().invoke(main, ["init", folder, "--text", more, "-o", str(path)])
-    assert done.exit_code == 0 and path.read_text().count(more) == 2, done.output
-    compress.plan(compress.Recipe.from_yaml(path))
-    assert "embedded holds none; write calibration: " in refused("init", folder, "-o", tmp_path / "other.yaml")
+    assert done.exit_code == 0, done.output
+    started = compress.Recipe.from_yaml(path)
+    assert started.calibration.source == more and [as_source(text).source for text in started.eval.perplexity] == [more]
+    compress.plan(started)
+    other = CliRunner().invoke(main, ["init", folder, "-o", str(tmp_path / "other.yaml")])
+    assert other.exit_code == 2 and "embedded holds none; write calibration: " in other.stderr
 
 
 # Statistics and losses
@@ -331,7 +335,7 @@ def test_prompts_of_text_are_refused(folder):
     [
         (
             {"stride": 16, "length": 16},
-            "test: stride 16: .* transcribes recordings, each of which is one window; write",
+            "eval: stride 16: .* transcribes recordings, each of which is one window; write",
         ),
         ({"generation": True}, "eval generation: .* transcribes recordings and answers no prompts of text; leave gen"),
         ({"speed": True}, "eval speed: .* transcribes recordings and answers no prompts of text; leave speed out"),

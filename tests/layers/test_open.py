@@ -294,7 +294,7 @@ def test_damage_is_named():
     tensors = FORMATS["native"].encode(scheme, parts, [flip])
     assert set(tensors) == {"weight_u", "weight_v", "input_signs"}
     with pytest.raises(ValueError, match="input_signs holds other numbers"):
-        FORMATS["native"].decode({**tensors, "input_signs": tensors["input_signs"] * 2}, scheme)
+        FORMATS["native"].read({**tensors, "input_signs": tensors["input_signs"] * 2}, scheme)
     with pytest.raises(KeyError, match="weight_v"):
         FORMATS["native"].decode({n: t for n, t in tensors.items() if n != "weight_v"}, scheme)
 

@@ -131,7 +131,7 @@ def test_a_file_that_the_user_changed_is_told_and_stays(name, tmp_path):
     publish(tmp_path, {"config.json": "ours", "README.md": "ours", "plugins/own.py": "ours"})
     (tmp_path / name).write_text("changed by the user")
     before = texts_in(tmp_path)
-    with pytest.raises(OutputError, match=rf"did not write {name} as it is now; move it, or choose another folder"):
+    with pytest.raises(OutputError, match=rf"did not write {name} as it is now; move it, or use another folder"):
         open_folder(tmp_path, "two", overwrite=True)
     assert texts_in(tmp_path) == before
     (tmp_path / name).rename(tmp_path / "kept.txt")

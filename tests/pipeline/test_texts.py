@@ -131,7 +131,7 @@ def test_the_report_says_what_was_read(pico, rows, tmp_path):
         None,
     )
     assert chats["forms"] == ["completion", "conversations"] and chats["documents"] == 8
-    assert (chats["template"], chats["packing"], chats["max_tokens_per_document"]) == (str(template), False, 64)
+    assert (chats["template"], chats["packing"], chats["max_tokens_per_document"]) == (template.name, False, 64)
     talk = f"user> {'word ' * 30}\nassistant> {'another ' * 30}\n"
     pair = f"user> {'a ' * 60}\nassistant> {'b ' * 60}\n"
     assert chats["sha256"] == text_sha256([talk, pair] * 4) and chats["tokens"] == 6 * 64
@@ -139,15 +139,15 @@ def test_the_report_says_what_was_read(pico, rows, tmp_path):
     assert [use["share"] for use in evaluated] == [None, {"unit": "documents", "start": 0, "stop": 2, "of": 8}]
     assert [(use["text"], use["part"], use["sequences"]) for use in evaluated] == [
         ("embedded", "test", 2),
-        (rows, "test", 2),
+        ("chats.jsonl", "test", 2),  # reports name no folder
     ]
-    assert [text["text"] for text in report["perplexity"]] == ["embedded", rows]
+    assert [text["text"] for text in report["perplexity"]] == ["embedded", "chats.jsonl"]
     page = (tmp_path / "out" / "report.md").read_text()
     assert (
-        f"| calibration text | {rows}, completion, conversations, documents 3 to 8 of 8, 384 tokens, one document per seq"
+        "| calibration text | chats.jsonl, completion, conversations, documents 3 to 8 of 8, 384 tokens, one document per seq"
         in page
     )
-    assert f"chat template: {template}" in page and chats["sha256"] in page
+    assert "chat template: chat.jinja" in page and chats["sha256"] in page
     again = compress.Recipe.from_yaml(tmp_path / "out" / "recipe.yaml")
     assert again.calibration.mixture[1].divided and again.eval.perplexity[1].divided
     assert again.calibration.mixture[0] == asked.calibration.mixture[0] and again.passes == asked.passes

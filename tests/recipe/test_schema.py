@@ -359,9 +359,9 @@ def test_the_place_of_a_mistake_is_kept():
     assert caught.value.path == ("passes", 0, "rtn", "group_size")
 
 
-def test_apply_checks_the_order_before_the_model():
+def test_apply_checks_the_order_before_the_data(pico_model):
     with pytest.raises(RecipeError, match="put wanda before it"):
-        compress.apply(None, [RTN(), Wanda()])
+        compress.apply(pico_model, [RTN(), Wanda()])
 
 
 class NeedsMask(Pass):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_a_run_finds_an_evaluator_and_a_section_by_their_files(toys, recipe, tmp
     assert found == result.report["toy_count"]
     assert (found["base"]["which"], found["compressed"]["which"]) == ("base", "compressed")
     assert found["compressed"]["tensors"] > found["base"]["tensors"]  # codes and scales
-    assert found["base"]["texts"] == list(asked.eval.perplexity)
+    assert found["base"]["texts"] == [Path(text).name for text in asked.eval.perplexity]
     page = (tmp_path / "out" / "report.md").read_text()
     counts = found["base"]["tensors"], found["compressed"]["tensors"]
     assert f"| tensors | {counts[0]} | {counts[1]} |  |" in page

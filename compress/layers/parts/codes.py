@@ -365,6 +365,9 @@ class CodesPart(WeightPart):
         return grouped(values, self.group_size).sum(-1)
 
 
+MOST_PADDING = 16
+
+
 def check_index(name: str, index: Int[Tensor, " in"], groups: int, size: int | None = None) -> None:
     """Check the group of every column.
 
@@ -372,7 +375,8 @@ def check_index(name: str, index: Int[Tensor, " in"], groups: int, size: int | N
         name: name of the tensor, for errors.
         index: group of every column.
         groups: number of groups.
-        size: the most columns of a group; None: any number.
+        size: columns of a group; None: any number. Some groups may have more, but not so many that a layout that gives
+            all groups the same number takes far more memory than the codes.
 
     Raises:
         ValueError: for a group that does not exist, or one with too many columns.
@@ -380,5 +384,5 @@ def check_index(name: str, index: Int[Tensor, " in"], groups: int, size: int | N
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= groups:
         raise ValueError(f"{name} holds groups from {low} to {high}, but the layer has {groups} groups")
-    if size is not None and (largest := int(index.long().bincount().max())) > size:
+    if size is not None and (largest := int(index.long().bincount().max())) > MOST_PADDING * size:
         raise ValueError(f"{name} holds a group of {largest} columns, but group_size is {size}")

@@ -81,7 +81,9 @@ def mark_kept(model: nn.Module) -> None:
 
     They are those of `_keep_in_fp32_modules` (in float16) and `_keep_in_fp32_modules_strict`.
     """
-    for dtype in HALVES if isinstance(model, PreTrainedModel) else ():  # other modules have no such tensors
+    if not isinstance(model, PreTrainedModel):
+        return
+    for dtype in HALVES:
         plan = model._get_dtype_plan(dtype)
         if not plan:
             continue

@@ -37,6 +37,7 @@ from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
 from compress.pipeline.output import (
     STAGED,
+    UNRELATED,
     check_files,
     check_folder,
     listed_files,
@@ -144,7 +145,7 @@ def open_folder(
     check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or no block is finished
+        nothing = all(child.name in UNRELATED for child in folder.iterdir())  # empty, or no block is finished
     except OSError as error:
         raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another folder") from error
     manifest = _read(path, folder) if path.exists() else None

@@ -38,6 +38,9 @@ WRITES = (
 """Patterns of files that a run writes whatever its model is: files of the user with such names would be in its way."""
 MOST = 5  # names in a message
 
+UNRELATED = frozenset({WORK, "evaluation"})
+"""What an empty output folder may hold: the state of a run, and the results that `compress eval` stores below `out`."""
+
 
 def check_folder(folder: Path) -> None:
     """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. Nothing is left behind."""
@@ -49,7 +52,7 @@ def check_folder(folder: Path) -> None:
         names = [child.name for child in folder.iterdir()] if folder.exists() else []
     except OSError as error:
         raise OutputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from error
-    if set(names) - {WORK} and not (folder / WORK / MANIFEST).exists():
+    if set(names) - UNRELATED and not (folder / WORK / MANIFEST).exists():
         raise OutputError(
             f"{folder}: is not empty and was not written by compress; choose another folder, or empty the folder first"
         )

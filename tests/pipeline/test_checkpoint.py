@@ -338,3 +338,16 @@ def test_where_the_model_lies_and_what_is_measured_do_not_matter(fingerprint_of,
     moved = recipe(compress.RTN(group_size=16), model=str(tmp_path / "copy"), save={"format": "native"})
     unmeasured = plain.model_copy(update={"eval": compress.Evaluate(perplexity=())})
     assert fingerprint_of(plain) == fingerprint_of(moved) == fingerprint_of(unmeasured)
+
+
+def test_results_of_evaluations_are_not_in_the_way_of_a_run(recipe, tmp_path):
+    out = tmp_path / "out"
+    (out / "evaluation" / "0123").mkdir(parents=True)
+    (out / "evaluation" / "0123" / "0.jsonl").write_text("kept")
+    asked = recipe(compress.RTN(group_size=32), eval=None)
+    compress.run(asked, out, progress=False)
+    compress.run(recipe(compress.RTN(group_size=16), eval=None), out, overwrite=True, progress=False)
+    assert (out / "evaluation" / "0123" / "0.jsonl").read_text() == "kept" and compress.load(out)
+    (tmp_path / "other" / "evaluations").mkdir(parents=True)
+    with pytest.raises(OutputError, match="is not empty"):
+        compress.run(asked, tmp_path / "other", progress=False)

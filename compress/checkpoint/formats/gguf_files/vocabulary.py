@@ -54,6 +54,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocab
     model = stated["model"]
     if model["type"] != "BPE":
         raise ValueError(f"its tokenizer is of the type {model['type']}, not BPE")
+    _check_normalizer(stated)
     pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
     if _is_bytes(stated):
         pre = _pre_tokenizer(stated, bool(model.get("ignore_merges")))
@@ -78,6 +79,22 @@ def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
     if part is None:
         return []
     return list(part[inner]) if part["type"] == "Sequence" else [part]
+
+
+def _check_normalizer(stated: dict[str, Any]) -> None:
+    """Check that a tokenizer changes a text only as llama.cpp does, before it is split. Raises ValueError.
+
+    llama.cpp writes spaces as `SPACE`, with one before the text if `add_space_prefix` says so. It does not compose
+    characters (NFC), but the texts that users write are composed; its own converter writes such tokenizers too.
+    """
+    for step in _steps(stated["normalizer"], "normalizers"):
+        spaces = step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, SPACE)
+        prefix = step["type"] == "Prepend" and step["prepend"] == SPACE
+        if not (spaces or prefix or step["type"] == "NFC"):
+            raise ValueError(f"its tokenizer changes texts by {step['type']}, which llama.cpp does not do")
+    for step in _steps(stated["pre_tokenizer"], "pretokenizers"):
+        if step["type"] == "ByteLevel" and step.get("add_prefix_space"):
+            raise ValueError("its tokenizer puts a space before a text (add_prefix_space), which llama.cpp does not do")
 
 
 def _is_bytes(stated: dict[str, Any]) -> bool:

@@ -29,15 +29,22 @@ def of_bytes(pre, **options):
 
 def split(expression):
     return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
 
 
 @pytest.mark.parametrize(
     ("pre", "options", "name"),
     [
-        (pre_tokenizers.ByteLevel(), {}, "gpt-2"),
-        (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel()]), {}, "smollm"),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), {}, "gpt-2"),
+        (
+            pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+            {},
+            "smollm",
+        ),
         (split(LLAMA3), {"ignore_merges": True}, "llama-bpe"),
         (split(LLAMA3), {}, "smaug-bpe"),
         (split(QWEN2), {}, "qwen2"),
@@ -56,7 +63,35 @@ def test_an_unknown_pre_tokenizer_is_refused():
     with pytest.raises(ValueError, match=r"its pre-tokenizer \(Split, ByteLevel\) is none that compress can name"):
         vocabulary_of(of_bytes(split(r"\w+")), 300)
     with pytest.raises(ValueError, match="its pre-tokenizer"):
-        vocabulary_of(of_bytes(pre_tokenizers.ByteLevel(use_regex=False)), 300)
+        vocabulary_of(of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)), 300)
+
+
+@pytest.mark.parametrize(
+    ("pre", "normalizer", "reason"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), None, r"puts a space before a text \(add_prefix_space\)"),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Lowercase(), "changes texts by Lowercase"),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFKC(), "changes texts by NFKC"),
+        (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()]),
+            "changes texts by StripAccents",
+        ),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Replace("a", "b"), "changes texts by Replace"),
+    ],
+)
+def test_texts_that_llama_cpp_does_not_change_are_refused(pre, normalizer, reason):
+    tokenizer = of_bytes(pre)
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    with pytest.raises(ValueError, match=reason):
+        vocabulary_of(tokenizer, 300)
+
+
+def test_composed_characters_are_accepted_as_by_the_converter_of_llama_cpp():
+    tokenizer = of_bytes(split(QWEN2))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert vocabulary_of(tokenizer, 300).pre == "qwen2"
 
 
 def pieces(**options):

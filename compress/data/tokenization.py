@@ -94,7 +94,7 @@ def token_stream(
 ) -> Int[Tensor, " tokens"]:
     """Tokenize each document, keep `limit` tokens, and join them with the end-of-text token, or directly if none."""
     pieces = (Piece(number, text) for number, text in enumerate(documents))
-    return stream_of(join(encode(pieces, tokenizer, limit), tokenizer))
+    return stream_of(join(encode(pieces, tokenizer, limit), tokenizer)).long()
 
 
 def stream_of(parts: Iterable[Sequence[int]], most: int | None = None) -> Int[Tensor, " tokens"]:

@@ -97,11 +97,11 @@ def test_a_killed_run_goes_on_in_its_round(recipe, tmp_path, monkeypatch, killed
     wanted = compress.run(asked, tmp_path / "whole").report
     real, taken = LanguageLoss.__call__, []
 
-    def dying(self, model, ids, rows):
+    def dying(self, model, ids, rows, *weights):
         taken.append(rows)
         if len(taken) == killed_in:
             raise Killed
-        return real(self, model, ids, rows)
+        return real(self, model, ids, rows, *weights)
 
     monkeypatch.setattr(LanguageLoss, "__call__", dying)
     with pytest.raises(Killed):

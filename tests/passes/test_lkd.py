@@ -193,7 +193,8 @@ def test_a_run_killed_inside_of_a_block_ends_with_the_same_bytes(recipe, tmp_pat
     monkeypatch.undo()
     found = compress.run(asked, tmp_path / "killed").report
     assert found["checkpoint_sha256"] == wanted["checkpoint_sha256"]
-    assert found["journal"]["entries"] == wanted["journal"]["entries"]
+    entries = [[e for e in report["journal"]["entries"] if e["where"] != "evaluate"] for report in (found, wanted)]
+    assert entries[0] == entries[1]  # but for the note that the base model was measured before
     assert not (tmp_path / "killed" / ".compress" / "passes").exists()
 
 

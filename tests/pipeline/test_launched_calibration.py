@@ -89,7 +89,7 @@ def test_processes_share_recordings(tmp_path):
     passes = "[{gptq: {weights: int4, group_size: 16}}, {distill: {steps: 2, batch: 2, train: [scales, norms]}}]"
     path = tmp_path / "recorded.yaml"
     path.write_text(
-        f"model: {model}\ncalibration: {{source: {clips}, sequences: 6}}\npasses: {passes}\n"
+        f"model: {model}\ncalibration: {{source: {clips}, sequences: 6, divided: false}}\npasses: {passes}\n"
         f"save: {{format: native, verify: own}}\neval: {{perplexity: [{clips}], windows: 6}}\n"
     )
     losses = []

@@ -96,7 +96,8 @@ class StoredLayers:
                 parts, transforms = self.format.read(inside, scheme)
             except KeyError as error:
                 reason = f"{full} lacks its tensor {error.args[0]}"
-                if f"{full}.weight" in self.tensors.files and error.args[0] != "weight":
+                dense = self.tensors.files.get(f"{full}.weight")
+                if dense is not None and dense.header.dtype in ("F32", "F16", "BF16"):
                     raise ModelError(
                         f"model: config.json says that {full} is quantized ({self.format.name}), but its weight is "
                         f"stored dense{place}; remove quantization_config from config.json if this is the dense model"

@@ -23,7 +23,7 @@ from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import WEIGHTS
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import StoredLayers, check_finite
-from compress.checkpoint.sources.files import fingerprint_of, quantization_beside
+from compress.checkpoint.sources.files import autogptq_config, fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
@@ -154,7 +154,7 @@ class Checkpoint:
         """The content of config.json."""
         config = read_config(self.folder, self.source, self.trust_remote_code)
         quantization, caches, _ = (vars(config).pop(key, None) for key in (*STATED, WEIGHTS))
-        format_, quantization = _format_of(quantization or quantization_beside(self.folder), self.source)
+        format_, quantization = _format_of(quantization or autogptq_config(self.folder), self.source)
         return Statement(config, format_, quantization, caches, masked_in(config))
 
     @property
@@ -265,8 +265,8 @@ class Checkpoint:
         """All tensors, by the names of the files, and by those of the model."""
         model, dtype = self.skeleton(), self.dtype
         dtypes = {name: kept_dtype(model, name, dtype) for name in self.places or ()}
-        kept = {name: wider for name, wider in dtypes.items() if wider != dtype}
-        return StoredTensors(self.stored | (self.places or {}), dtype, self.device, kept)
+        wider_dtypes = {name: wider for name, wider in dtypes.items() if wider != dtype}
+        return StoredTensors(self.stored | (self.places or {}), dtype, self.device, wider_dtypes)
 
     def lacking(self) -> ModelError:
         """Return the error for files that do not hold the model."""

@@ -17,7 +17,7 @@ from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
-from compress.checkpoint.sources.files import quantization_beside
+from compress.checkpoint.sources.files import autogptq_config
 from compress.checkpoint.sources.stored import Place, read_stored, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
@@ -126,7 +126,7 @@ def _inspect_files(
     source: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, Place], values: bool
 ) -> Inspection:
     quantization = config.get("quantization_config")
-    stated = quantization if isinstance(quantization, dict) else quantization_beside(folder) or {}
+    stated = quantization if isinstance(quantization, dict) else autogptq_config(folder) or {}
     schemes = _own_schemes(stated, folder)
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):

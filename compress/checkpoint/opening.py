@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from compress.checkpoint.caches import install_policies
 from compress.checkpoint.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from compress.checkpoint.sources.supported import check_supported
 from compress.models.computation import widened
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block, find_blocks
-from compress.models.structure.ends import tie
+from compress.models.structure.ends import End, tie
 from compress.models.tensors import assign
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -78,23 +79,30 @@ def open_for_plan(
     prefixes = tuple(f"{block.name}." for block in blocks)
     assign(model, {n: t for n, t in _placeholders(model).items() if not n.startswith(prefixes)})
     tie(model)
+    opened = _opened(checkpoint, model, blocks, Placeholders())
+    opened.notes.append(
+        "planned without the weights: zeros of an earlier pruning, and tensors that differ, are not known"
+    )
+    return replace(opened, narrow=stated if isinstance(stated, torch.dtype) and stated.itemsize == 2 else None)
+
+
+def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block], weights: Weights) -> OpenModel:
+    """Return a model with what its folder holds besides weights."""
+    folder, trusted = checkpoint.folder, checkpoint.trust_remote_code
     texts, notes = read_sentence_files(folder)
-    notes += checkpoint.notes + widened(checkpoint.dtypes[1])
-    notes.append("planned without the weights: zeros of an earlier pruning, and tensors that differ, are not known")
     return OpenModel(
         model,
         blocks,
-        Placeholders(),
-        read_tokenizer(folder, trust_remote_code),
-        source,
+        weights,
+        read_tokenizer(folder, trusted),
+        checkpoint.source,
         checkpoint.fingerprint,
         checkpoint.device,
         checkpoint.dtype,
-        notes,
-        read_side_files(folder, trust_remote_code) | texts,
-        stated if isinstance(stated, torch.dtype) and stated.itemsize == 2 else None,
-        checkpoint.dtypes[1],
-        commit_of(folder),
+        [*notes, *unread_files(folder), *checkpoint.notes, *widened(checkpoint.dtypes[1])],
+        read_side_files(folder, trusted) | texts,
+        widened_from=checkpoint.dtypes[1],
+        commit=commit_of(folder),
     )
 
 
@@ -139,35 +147,19 @@ def open_model(
     checkpoint = Checkpoint.open(source, dtype, device or torch.device("cpu"), trust_remote_code, codes)
     folder, model = checkpoint.folder, checkpoint.skeleton().eval()
     check_supported(model, f"model: {source}")
-    texts, notes = read_sentence_files(folder)
-    conversion = []
+    ends: dict[str, End] = {}
     if checkpoint.places is None:
-        model, weights, ends = checkpoint.converted(), Weights(), {}
+        model = checkpoint.converted()
         open_experts(model)
         install_policies(model, "", checkpoint.tensors, checkpoint.caches)
-        conversion = [
+        opened = _opened(checkpoint, model, find_blocks(model), Weights())
+        opened.notes.append(
             "the checkpoint stores tensors under other names or shapes, so transformers loaded the whole model"
-        ]
-        blocks = find_blocks(model)
+        )
     else:
         blocks, weights = find_blocks(model), Weights(checkpoint)
         ends = checkpoint.outside(blocks, weights.reading, narrow_ends)
-    notes = [*notes, *unread_files(folder), *checkpoint.notes, *widened(checkpoint.dtypes[1]), *conversion]
+        opened = _opened(checkpoint, model, blocks, weights)
     dense_places = {name: checkpoint.tensors.files[name] for name in checkpoint.dense_names}
-    opened = OpenModel(
-        model,
-        blocks,
-        weights,
-        read_tokenizer(folder, trust_remote_code),
-        source,
-        checkpoint.fingerprint,
-        checkpoint.device,
-        checkpoint.dtype,
-        notes,
-        read_side_files(folder, trust_remote_code) | texts,
-        narrow_dtype(folder, checkpoint.stored if checkpoint.format is None else dense_places),
-        checkpoint.dtypes[1],
-        commit_of(folder),
-        ends,
-    )
-    return with_masks(opened, checkpoint.stated.masked, masks)
+    narrow = narrow_dtype(folder, checkpoint.stored if checkpoint.format is None else dense_places)
+    return with_masks(replace(opened, narrow=narrow, mapped_ends=ends), checkpoint.stated.masked, masks)

@@ -133,14 +133,14 @@ class StoredTensors:
     Attributes:
         files: file of each tensor, and its name there.
         dtype: dtype of computation.
-        kept: dtype of the tensors that are read in another one, by name.
+        wider_dtypes: dtype of the tensors that are read in a wider one, by name.
         ahead: reads the next block for an accelerator; by default one with CUDA.
     """
 
     files: Mapping[str, Place]
     dtype: torch.dtype
     device: torch.device
-    kept: Mapping[str, torch.dtype] = field(default_factory=dict, repr=False)
+    wider_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, repr=False)
     stamps: dict[Path, FileStamp] = field(init=False, repr=False, compare=False)
     ahead: Prefetch | None = field(default=None, repr=False, compare=False)
 
@@ -152,7 +152,9 @@ class StoredTensors:
     def read(self, names: Iterable[str], reading: Reading | None = None) -> dict[str, Tensor]:
         """Read tensors to the device, those of floats in the dtype of computation. Arguments as of `read_raw`."""
         tensors = self.read_raw(names, reading)
-        return {n: t.to(self.kept.get(n, self.dtype)) if t.is_floating_point() else t for n, t in tensors.items()}
+        return {
+            n: t.to(self.wider_dtypes.get(n, self.dtype)) if t.is_floating_point() else t for n, t in tensors.items()
+        }
 
     def read_raw(self, names: Iterable[str], reading: Reading | None = None) -> dict[str, Tensor]:
         """Read tensors to the device in their stored dtype.

@@ -44,7 +44,7 @@ class NativeQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Remove the entry of config.json with which transformers stops where this class is not registered."""
-        vars(config).pop("transformers_weights", None)
+        vars(config).pop(import_module("compress.checkpoint.formats.native").WEIGHTS, None)
         return config
 
     def preprocess_model(self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **kwargs: Any) -> None:

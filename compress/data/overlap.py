@@ -73,9 +73,9 @@ class CalibrationRuns:
     def sketch(self) -> CalibrationSketch:
         """Return at most about `SKETCH` of the hashes, chosen by their values, so that any text can be looked up."""
         one_in = max(1, -(-len(self.hashes) // SKETCH))
-        chosen = self.hashes[self.hashes % np.uint64(one_in) == 0]
+        selected_hashes = self.hashes[self.hashes % np.uint64(one_in) == 0]
         return CalibrationSketch(
-            run=self.run, one_in=one_in, hashes=base64.b64encode(chosen.astype("<u8").tobytes()).decode()
+            run=self.run, one_in=one_in, hashes=base64.b64encode(selected_hashes.astype("<u8").tobytes()).decode()
         )
 
     def share_of(self, evaluation: Examples) -> float:

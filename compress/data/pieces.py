@@ -154,10 +154,10 @@ def draw(pieces: Iterable[Piece], characters: int, seed: int, most: int | None =
     """
     chance, total, partial = random.Random(seed), 0, False
     heap: list[tuple[float, int, Piece, bool]] = []  # the pieces with the smallest random numbers
-    length = before = 0
+    length = previous_document = 0
     for index, piece in enumerate(pieces):
-        begins = index == 0 or piece.document != before
-        length, before = 0 if begins else length, piece.document
+        begins = index == 0 or piece.document != previous_document
+        length, previous_document = 0 if begins else length, piece.document
         text = piece.text if most is None else piece.text[: max(0, most - length)]
         partial |= len(text) < len(piece.text)
         length += len(piece.text)

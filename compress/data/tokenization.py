@@ -26,7 +26,7 @@ def encode(
 
     Args:
         pieces: Documents in order, each in one piece or in several.
-        tokenizer: Their tokenizer. One without offsets of tokens (a slow one) reads each piece as a text of its own.
+        tokenizer: Their tokenizer. One without offsets of tokens (a slow one) reads each piece as a separate text.
         limit: The most ids of a document.
     """
     short: list[Piece] = []

@@ -20,8 +20,8 @@ ALIASES |= dict.fromkeys(("fp16", "f16", "half", "16"), "float16") | {"32": "flo
 
 def dtype_hint(name: str) -> str:
     """Return the dtype that a name is probably meant for, at the end of a message."""
-    meant = ALIASES.get(name.lower().removeprefix("torch."))
-    return did_you_mean(name, ["auto", *DTYPES]) if meant is None else f"; did you mean {meant!r}?"
+    dtype = ALIASES.get(name.lower().removeprefix("torch."))
+    return did_you_mean(name, ["auto", *DTYPES]) if dtype is None else f"; did you mean {dtype!r}?"
 
 
 SAFETENSORS: dict[str, torch.dtype] = {

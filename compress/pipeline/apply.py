@@ -57,8 +57,10 @@ def apply(
     missing mask token.
     """
     if not isinstance(model, PreTrainedModel):
-        what = f"is {model}, which is not in memory" if isinstance(model, str | Path) else f"is of class {type(model)}"
-        raise ModelError(f"model: {what}; load it first: model, tokenizer = compress.load(FOLDER)")
+        reason = (
+            f"is {model}, which is not in memory" if isinstance(model, str | Path) else f"is of class {type(model)}"
+        )
+        raise ModelError(f"model: {reason}; load it first: model, tokenizer = compress.load(FOLDER)")
     passes = read_passes([passes] if isinstance(passes, Pass) else passes)
     check_order(passes, begun=True)
     check_supported(model)

@@ -66,7 +66,7 @@ def export(
     """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
 
     Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight, but for
-    scales that a format stores in a dtype of its own, such as float16, and that are rounded to it; groups that the
+    scales that a format stores in a fixed dtype, such as float16, and that are rounded to it; groups that the
     format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
     store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
     dtype: of dense tensors; 'auto': that of the checkpoint. Returns a line for each kind of layer that is rounded.

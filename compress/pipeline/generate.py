@@ -37,11 +37,11 @@ class Answering:
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of transformers' `generate`."""
-        chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        samples = self.temperature != 0 and any(value is not None for value in chosen.values())
-        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} if samples else dict.fromkeys(chosen)
-        given = {name: value for name, value in chosen.items() if value is not None} if samples else {}
-        return {"max_new_tokens": self.tokens, "do_sample": samples, **usual, **given}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        samples = self.temperature != 0 and any(value is not None for value in sampling.values())
+        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} if samples else dict.fromkeys(sampling)
+        stated = {name: value for name, value in sampling.items() if value is not None} if samples else {}
+        return {"max_new_tokens": self.tokens, "do_sample": samples, **usual, **stated}
 
 
 class Stream(TextStreamer):

@@ -18,7 +18,7 @@ from compress.data.text_source import TextSource
 from compress.data.tokenization import token_stream
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import IDS, MASK, Examples
-from compress.models.kinds.kinds import adapter_of, examples_of
+from compress.models.kinds.kinds import adapter_of, examples_of, most_tokens
 from compress.models.structure.ends import vocabulary_size
 from compress.pipeline.texts import calibration_examples
 from compress.recipe.calibration import Calibration
@@ -96,11 +96,9 @@ def _of_texts(items: list[Any], opened: OpenModel) -> Examples:
     reader = RowReader(tokenizer)
     rows = [{"text": item} if isinstance(item, str) else item for item in items]
     documents = [reader.document(row, f"calibration[{i}]").text for i, row in enumerate(rows)]
-    positions = getattr(opened.model.config.get_text_config(), "max_position_embeddings", None)
-    length = LENGTH if positions is None or positions <= 0 else min(LENGTH, positions)
     stream = token_stream(documents, tokenizer)
     prefix = opening_tokens(TextSource(), tokenizer, "calibration")
-    length = min(length, len(stream) + len(prefix))
+    length = min(LENGTH, most_tokens(opened.model) or LENGTH, len(stream) + len(prefix))
     cut = windows(stream, length, prefix)
     if not cut.numel():
         raise CalibrationError("calibration: its texts hold no tokens; give longer texts")
@@ -111,10 +109,10 @@ def _rows(item: Mapping[str, Any], place: str) -> list[Int[Tensor, " length"]]:
     """Return the sequences of a row or a batch without padding."""
     ids = _matrix(item[IDS], f"{place} {IDS}")
     mask = item.get(MASK)
-    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else _matrix(mask, f"{place} {MASK}").bool()
-    if kept.shape != ids.shape:
-        raise CalibrationError(f"{place}: {MASK} has the shape {list(kept.shape)}, {IDS} {list(ids.shape)}")
-    return [row[keep] for row, keep in zip(ids, kept, strict=True) if bool(keep.any())]
+    tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else _matrix(mask, f"{place} {MASK}").bool()
+    if tokens.shape != ids.shape:
+        raise CalibrationError(f"{place}: {MASK} has the shape {list(tokens.shape)}, {IDS} {list(ids.shape)}")
+    return [row[is_token] for row, is_token in zip(ids, tokens, strict=True) if bool(is_token.any())]
 
 
 def _matrix(value: Any, place: str) -> Int[Tensor, "rows length"]:

@@ -50,8 +50,8 @@ def unreadable(
     for name, module in linears(model).items():
         layer = CompressedLinear.of(module)
         scheme = schemes.get(name, LayerScheme(layer.shape))
-        own_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-        layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight, own_forward))
+        overrides_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight, overrides_forward))
     return recipe.save.target().unreadable(layers, dtype)
 
 

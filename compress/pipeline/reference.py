@@ -73,6 +73,6 @@ def _compare(opened: OpenModel, theirs: torch.nn.Module, batch: Batch, journal: 
 def _too_large(opened: OpenModel, planned_bytes: int) -> str | None:
     """Why a second copy of the model does not fit into the memory of the run; None if it does."""
     shapes = [tensor.shape for tensor in opened.model.state_dict(keep_vars=True).values()]
-    needed = sum(map(prod, shapes)) * opened.dtype.itemsize
+    needed_bytes = sum(map(prod, shapes)) * opened.dtype.itemsize
     most = min(max(planned_bytes, SMALL_BYTES), available_bytes(opened.device) // 2)
-    return f"it takes {needed / MB:.0f} MB, the run {planned_bytes / MB:.0f} MB" if needed > most else None
+    return f"it takes {needed_bytes / MB:.0f} MB, the run {planned_bytes / MB:.0f} MB" if needed_bytes > most else None

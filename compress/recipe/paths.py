@@ -12,11 +12,11 @@ from os.path import abspath, expanduser
 from pathlib import Path
 from typing import Any
 
+from compress.data.dataset_rows import BUILDERS
+from compress.data.text_source import FILES
 from compress.passes.contract.wording import Place, recipe_error
+from compress.recipe.shipped import SUFFIXES
 
-TEXTS = (".txt", ".jsonl", ".json", ".npy", ".safetensors")
-DATA_SETS = (".parquet", ".csv", ".json", ".jsonl", ".arrow")
-YAML = (".yaml", ".yml")
 NEAR = 3  # parts of the folder around a recipe and a path, such as / home alice, so that the path between hides them
 
 Change = Callable[[str, Place], str]
@@ -40,15 +40,15 @@ def with_paths(data: Any, change: Change, folder: Path | None = None) -> Any:
         return lambda value, place: change(value, place) if _ends(value, suffixes) else value
 
     def data_set(value: Any, place: Place) -> Any:
-        return change(value, place) if _ends(value, DATA_SETS) else model(value, place)
+        return change(value, place) if _ends(value, BUILDERS) else model(value, place)
 
     def always(value: Any, place: Place) -> Any:
         return change(value, place) if isinstance(value, str) else value
 
     def text(value: Any, place: Place) -> Any:
         if not isinstance(value, Mapping):
-            return ending(*TEXTS)(value, place)
-        fields = {"source": ending(*TEXTS), "dataset": data_set, "chat_template": always, "mixture": each(text)}
+            return ending(*FILES)(value, place)
+        fields = {"source": ending(*FILES), "dataset": data_set, "chat_template": always, "mixture": each(text)}
         return of_mapping(value, place, fields)
 
     def each(inner: Callable[[Any, Place], Any]) -> Callable[[Any, Place], Any]:
@@ -64,9 +64,9 @@ def with_paths(data: Any, change: Change, folder: Path | None = None) -> Any:
 
     def evaluation(value: Any, place: Place) -> Any:
         if not isinstance(value, Mapping):
-            return ending(*YAML)(value, place)
-        fields = {"perplexity": each(text), "agreement": each(text), "tasks": each(ending(*YAML))}
-        return of_mapping(value, place, {**fields, "suite": ending(*YAML), "data": always})
+            return ending(*SUFFIXES)(value, place)
+        fields = {"perplexity": each(text), "agreement": each(text), "tasks": each(ending(*SUFFIXES))}
+        return of_mapping(value, place, {**fields, "suite": ending(*SUFFIXES), "data": always})
 
     def step(value: Any, place: Place) -> Any:
         if not isinstance(value, Mapping):

@@ -91,14 +91,14 @@ class StoredLayer:
     """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
 
     needs_weight: whether transformers fails to load the model if this linear has no tensor `weight`.
-    own_forward: whether its class computes in a way of its own, from `weight`.
+    overrides_forward: whether its class overrides `nn.Linear.forward`.
     """
 
     scheme: LayerScheme
     transposed: bool
     expert: bool
     needs_weight: bool = False
-    own_forward: bool = False
+    overrides_forward: bool = False
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ class CompressedTensors(Format):
         return self._layout(scheme).encode(codes) | ({} if scale is None else {INPUT_SCALE: scale})
 
     def readable(self, scheme: LayerScheme) -> Collection[str]:
-        other = IN_WORDS.tensors(scheme) if self._layout(scheme) is IN_BYTES else {}
-        return {*self.tensors(scheme), *other, *ZEROS}
+        in_words = IN_WORDS.tensors(scheme) if self._layout(scheme) is IN_BYTES else {}
+        return {*self.tensors(scheme), *in_words, *ZEROS}
 
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
@@ -187,8 +187,8 @@ class CompressedTensors(Format):
             return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
         if any(layer.needs_weight and "weight" not in self.tensors(layer.scheme) for layer in coded):
             return "transformers initializes this model's linears by their weight, which packed layers do not have"
-        if any(layer.own_forward for layer in coded):
-            return "this model's linears compute in a way of their own, with a weight that packed layers do not have"
+        if any(layer.overrides_forward for layer in coded):
+            return "this model's linears override `forward` and read their weight, which packed layers do not have"
         if any(layer.expert and layer.scheme.plain for layer in layers):
             return "transformers does not read dense experts if other layers are quantized"
         codes = [codes_of(layer.scheme) for layer in coded]

@@ -2,7 +2,8 @@
 
 Configurations of other programs name layers by regular expressions of Python. `re` tries every way to match, which
 takes exponential time for some patterns. Here such a pattern maps sets of positions to sets of positions, which
-answers the same question: whether there is a match.
+answers the same question: whether there is a match. (The package `regex` has a limit of time, but expands repetitions
+such as a{1000000000} in memory.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def matches(pattern: str, name: str) -> bool:
 @lru_cache(maxsize=4096)
 def _matcher(pattern: str) -> Callable[[str], bool]:
     compiled, tokens = re.compile(pattern), TOKEN.findall(pattern)
-    quantified = [before for before, token in pairwise(tokens) if _bounds(token) is not None]
+    quantified = [preceding for preceding, token in pairwise(tokens) if _bounds(token) is not None]
     if len(quantified) <= FEW and ")" not in quantified:
         return lambda name: compiled.match(name) is not None
     parser = _Parser(tokens)
@@ -107,8 +108,8 @@ class _Parser:
         inner = self.alternatives(depth + 1)
         self._at += 1  # the closing parenthesis
         if token in ("(?=", "(?!"):
-            wanted = token == "(?="
-            return lambda text, starts: frozenset(p for p in starts if bool(inner(text, frozenset({p}))) is wanted)
+            is_positive = token == "(?="
+            return lambda text, starts: frozenset(p for p in starts if bool(inner(text, frozenset({p}))) is is_positive)
         return inner
 
 

@@ -11,13 +11,17 @@ from typing import Any, Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.files import is_inside
-from compress.checkpoint.sources.untrusted import check_tokenizer, read_json, read_json_list
+from compress.checkpoint.sources.untrusted import check_tokenizer, read_json, read_json_list, read_value
 from compress.errors import ModelError, one_line
 
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+MODULES = "modules.json"
+"""The list of modules of sentence-transformers."""
+PLAIN = "*sentence*.json"
+"""Other files of sentence-transformers; one has the name of an architecture in its name."""
 SIDE_FILES = ("*.json", "*.jinja", "*.txt", "LICENSE*", "NOTICE*")
 """Other files of a model that are copied to the checkpoint unchanged, such as those of a processor."""
 CODE = "*.py"
@@ -26,17 +30,13 @@ NOT_COPIED = (
     *("config.json", "generation_config.json", "*.index.json", "params.json"),  # written anew, or of other weights
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),  # by the tokenizer
     *("quantize_config.json", "quant_config.json", "adapter_config.json"),  # of another form of the weights
-    *("report.*", "sensitivity.json", "trainer_state.json", "*_results.json", "modules.json", "*sentence*.json"),
+    *("report.*", "sensitivity.json", "trainer_state.json", "*_results.json", MODULES, PLAIN),
 )
 LARGEST_SIDE_FILE = 64_000_000  # bytes
 
 Pooling = Literal["mean", "first", "last"]
 """How the embedding of a text is made of the hidden states of its tokens: their mean, or that of one token."""
 
-MODULES = "modules.json"
-"""The list of modules of sentence-transformers."""
-PLAIN = "*sentence*.json"
-"""Other files of sentence-transformers; one has the name of an architecture in its name."""
 MODES: dict[str, Pooling] = {"pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last"}
 
 
@@ -67,8 +67,8 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         ) from error
 
 
-def quantization_beside(folder: Path) -> dict[str, Any] | None:
-    """Return the quantization that AutoGPTQ stated in a file of its own, before config.json had it; None without one.
+def autogptq_config(folder: Path) -> dict[str, Any] | None:
+    """Return the `quantization_config` in the separate file of AutoGPTQ, quantize_config.json; None without one.
 
     Raises:
         ModelError: for a file that cannot be read.
@@ -86,7 +86,7 @@ def quantization_beside(folder: Path) -> dict[str, Any] | None:
 def unread_files(folder: Path) -> list[str]:
     """Return notes on files of a folder with weights that belong to the model, and that are not read."""
     adapter = (folder / "adapter_config.json").is_file()
-    note = "adapter_config.json: the LoRA adapter beside the weights is not read; merge it into the model first"
+    note = "adapter_config.json: the LoRA adapter in the folder is not read; merge it into the model first"
     return [note] if adapter else []
 
 
@@ -107,9 +107,9 @@ def read_side_files(folder: Path, trust_remote_code: bool) -> dict[str, str]:
         if any(path.match(pattern) for pattern in NOT_COPIED) or not path.is_file() or not is_side_file(path, folder):
             continue
         try:
-            texts[path.name] = path.read_text("utf-8")
             if path.suffix == ".json":
-                json.loads(texts[path.name])
+                read_value(path)
+            texts[path.name] = path.read_text("utf-8")
         except ValueError as error:
             raise ModelError(f"model: {path} cannot be read: {error}; fetch it again, or remove it") from error
     return texts

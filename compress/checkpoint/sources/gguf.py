@@ -22,7 +22,7 @@ from compress.checkpoint.sources.gguf_contents import (
     check_none_missing,
     check_tensors,
     check_undivided,
-    complete,
+    complete_config,
     header_of,
 )
 from compress.checkpoint.sources.limits import limited_modules
@@ -108,7 +108,7 @@ def convert(path: Path, folder: Path) -> None:
     from_file: dict[str, Any] = {"gguf_file": path.name}
     header = header_of(path)
     config = AutoConfig.from_pretrained(path.parent, **from_file)
-    replaced = complete(header, config)
+    replaced = complete_config(header, config)
     check_keys(header, config)
     check_config(config.to_dict(), trust_remote_code=False)
     with torch.device("meta"), limited_modules(path.parent):

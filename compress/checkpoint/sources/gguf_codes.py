@@ -27,7 +27,7 @@ from compress.checkpoint.sources.gguf_contents import (
     check_keys,
     check_none_missing,
     check_none_unread,
-    complete,
+    complete_config,
     header_of,
 )
 from compress.checkpoint.sources.hub import folder_of
@@ -78,7 +78,7 @@ def _describe(path: Path) -> None:
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
         raise NotThisFormat(f"model: {path}: its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
-    replaced = complete(header, config)
+    replaced = complete_config(header, config)
     check_keys(header, config)
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)

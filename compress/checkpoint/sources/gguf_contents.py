@@ -87,7 +87,7 @@ def header_of(path: Path) -> GGUFHeader:
     return GGUFHeader(path, values, types, torch.tensor(divisors[0]) if divisors else None)
 
 
-def complete(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
+def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
     """State in a configuration what transformers does not read of a file: scaled rotary embeddings, and biases.
 
     Returns:
@@ -107,16 +107,15 @@ def complete(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
         return frozenset()
     if bool((divisors == 1).all()):
         return {FREQUENCIES}
-    stated = header.values.get(f"{name}.rope.scaling.original_context_length", 0)
-    for positions in (int(stated), *(1 << exponent for exponent in range(20, 4, -1))):
-        scaled = {**LLAMA3, "factor": round(float(divisors.max()), 4), "original_max_position_embeddings": positions}
-        before = dict(rope)
-        rope |= scaled
-        factors = rope_factors(config) if positions else None
+    unscaled, factor = dict(rope), round(float(divisors.max()), 4)
+    stated = header.values.get(f"{name}.rope.scaling.original_context_length")
+    for positions in (*([] if stated is None else [int(stated)]), *(1 << exponent for exponent in range(20, 4, -1))):
+        rope |= {**LLAMA3, "factor": factor, "original_max_position_embeddings": positions}
+        factors = rope_factors(config)
         if factors is not None and factors.shape == divisors.shape and torch.allclose(factors, divisors, rtol=1e-4):
             return {FREQUENCIES}
-        rope.clear()
-        rope |= before
+    rope.clear()
+    rope |= unscaled
     return frozenset()
 
 

@@ -27,9 +27,9 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
     try:
         values = read_json(folder / "config.json")
         check_config(values, trust_remote_code)
-        own = values.get("auto_map")
-        if not trust_remote_code and isinstance(own, dict) and values.get("model_type") not in CONFIG_MAPPING:
-            raise ModelError(f"model: {source} has code of its own ({own.get('AutoConfig')}); {TRUST}")
+        auto_map = values.get("auto_map")
+        if not trust_remote_code and isinstance(auto_map, dict) and values.get("model_type") not in CONFIG_MAPPING:
+            raise ModelError(f"model: {source} needs its own code ({auto_map.get('AutoConfig')}); {TRUST}")
         return call_foreign(AutoConfig.from_pretrained, folder, trust_remote_code=trust_remote_code)
     except (ValueError, CannotRun) as error:
         raise ModelError(f"model: {source} has no readable config.json ({_reason(error)})") from error
@@ -55,8 +55,8 @@ def class_of(folder: Path, config: PretrainedConfig, trust_remote_code: bool) ->
     names = [name for name in stated if isinstance(name, str)] if isinstance(stated, list) else []
     references = own_classes(config)
     if trust_remote_code and references:
-        named = [reference for reference in references.values() if reference.rpartition(".")[2] in names]
-        reference = [*named, *references.values()][0]
+        stated_references = [name for name in references.values() if name.rpartition(".")[2] in names]
+        reference = [*stated_references, *references.values()][0]
         try:
             return call_foreign(get_class_from_dynamic_module, reference, folder)
         except CannotRun as error:

@@ -78,7 +78,7 @@ def check_folder(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ValueError with the reason if there is none, or if it is too large or deep."""
-    value = _read(path)
+    value = read_value(path)
     if not isinstance(value, dict):
         raise ValueError("it is not a valid JSON file: it holds no object at the top")
     return value
@@ -86,13 +86,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
     """The JSON list of objects of a file. Raises ValueError as `read_json` does."""
-    value = _read(path)
+    value = read_value(path)
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError("it is not a valid JSON file: it holds no list of objects at the top")
     return value
 
 
-def _read(path: Path) -> Any:
+def read_value(path: Path) -> Any:
+    """The JSON value of a file. Raises ValueError as `read_json` does."""
     try:
         about = path.stat()
         if about.st_size > LARGEST_JSON:

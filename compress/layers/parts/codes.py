@@ -366,6 +366,7 @@ class CodesPart(WeightPart):
 
 
 MOST_PADDING = 16
+"""The most columns of an indexed group, relative to the group size."""
 
 
 def check_index(name: str, index: Int[Tensor, " in"], groups: int, size: int | None = None) -> None:

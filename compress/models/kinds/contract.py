@@ -311,8 +311,8 @@ class ModelKind:
 def listed(kind: type, config: PretrainedConfig | None, auto: str) -> bool:
     """Return whether transformers, or the configuration of a model with its own code, names a class for `auto`."""
     auto_class: Any = getattr(transformers, auto)
-    own = own_classes(config).get(auto, "").rpartition(".")[2]
-    return kind.__name__ == own or issubclass(kind, auto_class._model_mapping.get(type(config), ()))
+    class_name = own_classes(config).get(auto, "").rpartition(".")[2]
+    return kind.__name__ == class_name or issubclass(kind, auto_class._model_mapping.get(type(config), ()))
 
 
 def own_classes(config: PretrainedConfig | None) -> dict[str, str]:

@@ -73,7 +73,7 @@ def test_a_gguf_file_beside_safetensors_is_not_chosen_silently(dense):
 def test_an_adapter_beside_the_weights_is_named(dense, recipe):
     (dense / "adapter_config.json").write_text("{}")
     notes = compress.plan(recipe(compress.RTN(), model=str(dense))).notes
-    assert any("LoRA adapter beside the weights is not read" in note for note in notes)
+    assert any("LoRA adapter in the folder is not read" in note for note in notes)
 
 
 def test_half_a_character_in_a_text_is_an_error_that_names_its_line(recipe, tmp_path):

@@ -92,22 +92,21 @@ def sweep(
     """
     work = weight.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
     width = work.shape[0]
-    # e_i / U_ii * U_ij = e_i * (U_ij / U_ii); the second factor is the same for all rows
-    ratios = factor / factor.diagonal()[:, None]
     opens = set(rule.starts(width))
-    new_columns: list[Tensor] = []
     for start, stop in _parts(sorted(opens), width, span):
         if start in opens:
             rule.open(start, work[start:])
-        part, part_ratios = work[start:stop], ratios[start:stop, start:stop]
+        # e_i / U_ii * U_ij = e_i * (U_ij / U_ii); the second factor is the same for all rows
+        ratios = factor[start:stop, start:] / factor.diagonal()[start:stop, None]
+        part, part_ratios = work[start:stop], ratios[:, : stop - start]
         compressed = (
             rule.compress_part(start, part, part_ratios) if lookahead is None and isinstance(rule, PartRule) else None
         )
         values, errors = compressed or _one_by_one(start, part, part_ratios, rule, lookahead, span)
-        new_columns.append(values)
+        work[start:stop] = values
         if stop < width:
-            work[stop:].addmm_(ratios[start:stop, stop:].T, errors, alpha=-1)
-    return torch.cat(new_columns).T.contiguous()
+            work[stop:].addmm_(ratios[:, stop - start :].T, errors, alpha=-1)
+    return work.T
 
 
 def _one_by_one(
@@ -143,9 +142,9 @@ def _one_by_one(
 def sweep_bytes(rows: int, width: int) -> int:
     """Return the peak memory of `sweep` in bytes.
 
-    The ratios, and three copies of the weight: the working copy, the new columns, and the stacked ones.
+    The working copy of the weight, and the ratios and errors of a part.
     """
-    return 4 * width * width + 3 * 4 * rows * width
+    return 4 * rows * width + 4 * PART * (width + 2 * rows)
 
 
 def _parts(opens: Sequence[int], width: int, span: int) -> list[tuple[int, int]]:

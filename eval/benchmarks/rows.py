@@ -310,7 +310,7 @@ ROWS: dict[str, list[dict]] = {
     "ria-2:4": [{"ria": {"pattern": "2:4"}}],
     "sparsegpt": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row"}}],
     "sparsegpt-paper": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 0, "shrinkage": 0}}],
-    "sparsegpt-repaired": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 48}}],
+    "sparsegpt-repaired": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 16}}],
     "sparsegpt-owl": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "allocate": "owl"}}],
     "sparsegpt-2:4": [{"sparsegpt": {"pattern": "2:4"}}],
     "sparsegpt-2:4-paper": [{"sparsegpt": {"pattern": "2:4", "repair": 0, "shrinkage": 0}}],

@@ -1,5 +1,7 @@
 """Repair against least squares solved another way."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from draws import correlated, random
@@ -50,6 +52,11 @@ def error(actual, weight, rows):
     return float(((actual - weight) @ rows.T).norm())
 
 
+def damped_error(actual, weight, gram):
+    difference, ridge = (actual - weight).double(), 0.01 * gram.diagonal().mean().double()
+    return float((difference @ gram.double() * difference).sum() + ridge * difference.square().sum())
+
+
 def exact(weight, mask, gram, damping):
     """Each row on its own: G_MM v = (G w)_M, solved densely in float64."""
     damped = gram.double() + damping * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
@@ -79,6 +86,30 @@ def test_every_step_lowers_the_error_from_any_start():
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.5 * errors[0]
     best = error(exact(weight, mask, gram, 1e-6).float(), weight, rows)
     assert 0.999 * best <= errors[-1] < 1.1 * best
+
+
+def test_wide_weights_are_solved_block_by_block():
+    rows, weight = correlated(width=600), random(4, 600, seed=1)
+    mask, gram = random(4, 600, seed=2) > 0, rows.T @ rows
+
+    best, before = (damped_error(item, weight, gram) for item in (exact(weight, mask, gram, 0.01), weight * mask))
+    errors = [
+        damped_error(repaired_in_mask(weight, weight * mask, mask, gram, 0.01, n), weight, gram) for n in (0, 1, 3, 60)
+    ]
+    assert errors[0] == before and errors[1] - best < 0.2 * (before - best) and errors[2] - best < 0.1 * (before - best)
+    assert best <= errors[3] < 1.01 * best
+
+
+def test_the_last_round_is_the_first_one_that_gains_less_than_asked_for():
+    rows, weight = correlated(width=600), random(4, 600, seed=1)
+    mask, gram = random(4, 600, seed=2) > 0, rows.T @ rows
+    after = [repaired_in_mask(weight, weight * mask, mask, gram, 0.01, n) for n in range(12)]
+    for least_gain in (0.5, 0.1, 0.02):
+        actual = repaired_in_mask(weight, weight * mask, mask, gram, 0.01, 99, least_gain)
+        count = next(n for n, item in enumerate(after) if torch.equal(item, actual))
+        errors = [damped_error(item, weight, gram) for item in after[: count + 1]]
+        gains = [1 - new / old for old, new in pairwise(errors)]
+        assert gains[-1] < 2 * least_gain and all(gain > least_gain / 2 for gain in gains[:-1])
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])

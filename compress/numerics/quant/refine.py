@@ -1,13 +1,14 @@
-"""Refine a quantized weight after its sweep: scales by least squares given the codes, then coordinate descent on codes.
+"""Refine a quantized weight after its sweep by coordinate descent, group by group: its scale, then its codes.
 
-The error of a row is d H d^T with d = w - q(c, s). For fixed codes it is a quadratic form in the scales of the row, and
-for fixed scales in each code. The sweep of GPTQ decides each column once, before the errors of later columns exist;
-coordinate descent decides it again, given all others (QuantEase, Behdin 2023, arXiv 2309.01885, algorithm 1).
+The error of a row is d H d^T with d = w - q(c, s). It is a quadratic form in each scale and in each code, given all
+others. The sweep of GPTQ decides each column once, before the errors of later columns exist; coordinate descent decides
+it again, given all others (QuantEase, Behdin 2023, arXiv 2309.01885, algorithm 1). A round takes one product of the
+size of W H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,13 +16,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.native import columns as native
-from compress.native.columns import Integers, RoundedColumns
+from compress.native.columns import Integers
 from compress.numerics.column_sweep import PART
-from compress.numerics.linalg import solve_positive
-from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
+from compress.numerics.quant.codes import Codes, store
 
-CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows: rows * groups^2, at least one row
-GPU_CHUNK = 1 << 24  # the same on a GPU, where each chunk takes several launches per group
+TURNS = 2  # over the groups of a part: the second takes no product with the whole Hessian (eval/LOG.md)
 
 
 def refined(
@@ -43,14 +42,13 @@ def refined(
         rounds: rounds of refinement.
         dtype: dtype of stored scales.
         mask: True where codes may differ from zero.
-        order: order of the columns in coordinate descent; None: unchanged.
+        order: order of the columns in coordinate descent, within groups where scales are refined; None: unchanged.
         signed: whether scales may become negative.
     """
     weight = weight.float()
     for _ in range(rounds):
-        if refits(codes):
-            codes = _refitted(weight @ hessian, codes, hessian, dtype, signed)
-        codes = replace(codes, codes=_descended(weight, codes, hessian, mask, order))
+        descent = _Descent(weight, codes, hessian, dtype, mask, signed)
+        codes = descent(torch.arange(weight.shape[1], device=weight.device) if order is None else order)
     return codes
 
 
@@ -86,109 +84,178 @@ def refined_sum(
 
 
 def refits(codes: Codes) -> bool:
-    """Whether scales are found by least squares: floats that are not shared by several rows."""
+    """Whether scales are refined: floats that are not shared by several rows."""
     return codes.grid.free_scales and codes.group_size != "tensor" and codes.rows == 1
 
 
 def refine_bytes(rows: int, width: int) -> int:
-    """Return the peak memory of `refined` in bytes: the Hessian and a copy, and six matrices like the weight."""
-    return 4 * (2 * width * width + 6 * rows * width)
+    """Return the peak memory of `refined` in bytes: the Hessian, and four matrices like the weight."""
+    return 4 * (width * width + 4 * rows * width)
 
 
-def _refitted(
-    target: Float[Tensor, "out in"], codes: Codes, hessian: Float[Tensor, "in in"], dtype: torch.dtype, signed: bool
-) -> Codes:
-    """Replace the scales by those of the least error, in their stored form.
+class _Descent:
+    """One round of `refined`, whose arguments it takes."""
 
-    Rows whose error would not decrease keep their scales. With L_g the levels of group g and zeros elsewhere,
-    sum_h (L_g H L_h^T) s_h = L_g H w^T for all g.
+    def __init__(
+        self,
+        weight: Float[Tensor, "out in"],
+        codes: Codes,
+        hessian: Float[Tensor, "in in"],
+        dtype: torch.dtype,
+        mask: Bool[Tensor, "out in"] | None,
+        signed: bool,
+    ) -> None:
+        self.start, self.grid, self.hessian, self.dtype, self.signed = codes, codes.grid, hessian, dtype, signed
+        self.scale = codes.scale.clone()
+        # [in, out]: a column is contiguous
+        self.difference = (weight - codes.dense()).T.contiguous()
+        self.codes = codes.codes.T.clone(memory_format=torch.contiguous_format)
+        self.keep = None if mask is None else mask.T
 
-    Args:
-        target: W H.
-    """
-    width, grid = target.shape[1], codes.grid
-    zero = None if codes.zero is None else spread(codes.zero, width, codes.group_size, codes.group_index)
-    levels = grid.decode(codes.codes, torch.ones_like(codes.scale[:1, :1]), zero).float()
-    if codes.group_index is not None:  # the columns of a group side by side
-        order = codes.group_index.argsort(stable=True).to(target.device)
-        levels, target, hessian = levels[:, order], target[:, order], hessian[order][:, order]
-    scale, span = codes.scale.clone(), grid.span
-    chunk = GPU_CHUNK if levels.device.type == "cuda" else CHUNK
-    for rows in torch.arange(len(levels), device=levels.device).split(max(1, chunk // scale.shape[1] ** 2)):
-        old_scale, matrix = scale[rows], _products(levels[rows], hessian, codes.group_size)
-        right_side = grouped(target[rows] * levels[rows], codes.group_size).sum(-1)
-        solution = _solved(matrix, right_side, old_scale)
-        rounded = grid.scaling.round(solution.abs() * span, span, dtype, codes.shared)
-        is_valid = solution.isfinite() & (solution != 0) & (True if signed else solution > 0)
-        new_scale = torch.where(is_valid, rounded * solution.sign(), old_scale)
-        # the error of scales s is s M s^T - 2 s L H w^T + w H w^T
-        error_change = (
-            (new_scale - old_scale) * ((matrix @ (new_scale + old_scale)[..., None])[..., 0] - 2 * right_side)
-        ).sum(1)
-        scale[rows] = torch.where((error_change < 0)[:, None], new_scale, old_scale)
-    return replace(codes, scale=scale)
+    def __call__(self, order: Int[Tensor, " in"]) -> Codes:
+        """Return the refined codes."""
+        group_of = self._groups(len(order))
+        if refits(self.start):
+            groups = order[group_of[order].argsort(stable=True)].split(group_of.bincount().tolist())
+            for block in _blocks(groups):
+                self._refine(block, [int(group_of[group[0]]) for group in block])
+        else:
+            for columns in order.split(PART):
+                self._round(columns, group_of[columns])
+        return replace(self.start, codes=self.codes.T.contiguous(), scale=self.scale)
+
+    def _groups(self, width: int) -> Int[Tensor, " in"]:
+        """Return the group of each column."""
+        start = self.start
+        if start.group_index is not None:
+            return start.group_index.long()
+        size = start.group_size if isinstance(start.group_size, int) else width
+        return torch.arange(width, device=self.codes.device) // size
+
+    def _refine(self, groups: Sequence[Int[Tensor, " columns"]], numbers: Sequence[int]) -> None:
+        """Refine some groups, each in turn: a wide one, or all those of a part."""
+        if len(groups[0]) > native.MAX_COLUMNS:
+            self._fit_wide(groups[0], numbers[0])
+            for columns in groups[0].split(PART):
+                self._round(columns, columns.new_tensor(numbers))
+            return
+        columns = torch.cat(list(groups))
+        rows = self.hessian[columns]
+        slope, near = rows @ self.difference, rows[:, columns]
+        ends = torch.tensor([len(group) for group in groups]).cumsum(0).tolist()
+        for _ in range(TURNS):
+            for group, number, end in zip(groups, numbers, ends, strict=True):
+                inside = slice(end - len(group), end)
+                levels = self._levels(group, number)
+                image = near[:, inside] @ levels
+                change = self._fit(number, (levels * slope[inside]).sum(0), (levels * image[inside]).sum(0))
+                slope.addcmul_(image, change, value=-1)
+                self.difference[group] -= levels * change
+                moves = self._rounded(group, slope[inside], near[inside, inside], columns.new_tensor([number]))
+                slope.addmm_(near[:, inside], moves, alpha=-1)
+
+    def _levels(self, columns: Int[Tensor, " columns"], group: int) -> Float[Tensor, "columns out"]:
+        """Return the values of the codes at scale 1."""
+        zero = None if self.start.zero is None else self.start.zero[:, group]
+        return self.grid.decode(self.codes[columns], torch.ones_like(self.scale[:1, 0]), zero).float()
+
+    def _fit_wide(self, columns: Int[Tensor, " columns"], group: int) -> None:
+        """Refine the scale of a group of many columns."""
+        levels = self._levels(columns, group)
+        slope, curvature = torch.zeros_like(levels[0]), torch.zeros_like(levels[0])
+        for part, part_levels in zip(columns.split(PART), levels.split(PART), strict=True):
+            rows = self.hessian[part]
+            slope += ((rows @ self.difference) * part_levels).sum(0)
+            curvature += ((rows[:, columns] @ levels) * part_levels).sum(0)
+        self.difference[columns] -= levels * self._fit(group, slope, curvature)
+
+    def _fit(self, group: int, slope: Float[Tensor, " out"], curvature: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+        """Replace the scales of a group by those of the least error, in their stored form, and return their changes.
+
+        Rows whose error would not decrease keep their scales, as do those without levels. With the levels l of the
+        group, the error changes by d^2 l H l^T - 2 d l H (w - q)^T for a change d of the scale.
+
+        Args:
+            slope: l H (w - q)^T.
+            curvature: l H l^T.
+        """
+        old, span = self.scale[:, group], self.grid.span
+        solution = (old + slope / curvature)[:, None]
+        rounded = self.grid.scaling.round(solution.abs() * span, span, self.dtype, self.start.shared)
+        is_valid = solution.isfinite() & (solution != 0) & (True if self.signed else solution > 0)
+        change = torch.where(is_valid, rounded * solution.sign(), old[:, None])[:, 0] - old
+        change = torch.where(change * (change * curvature - 2 * slope) < 0, change, 0)
+        self.scale[:, group] += change
+        return change
+
+    def _round(self, columns: Int[Tensor, " columns"], groups: Int[Tensor, " groups"]) -> None:
+        """Decide the codes of a part of the columns again."""
+        rows = self.hessian[columns]
+        self._rounded(columns, rows @ self.difference, rows[:, columns], groups)
+
+    def _rounded(
+        self,
+        columns: Int[Tensor, " columns"],
+        slope: Float[Tensor, "columns out"],
+        matrix: Float[Tensor, "columns columns"],
+        groups: Int[Tensor, " groups"],
+    ) -> Float[Tensor, "columns out"]:
+        """Decide the codes of some columns again, in turn, and return the changes of their values.
+
+        Args:
+            slope: H (w - q)^T of these columns.
+            matrix: H of these columns.
+            groups: the group of each column, or one group.
+        """
+        grid, shape = self.grid, slope.shape
+        scale = self.scale[:, groups].T.expand(shape)
+        zero = None if self.start.zero is None else self.start.zero[:, groups].T.expand(shape)
+        old, keep = (
+            grid.decode(self.codes[columns], scale, zero).float(),
+            None if self.keep is None else self.keep[columns],
+        )
+        if grid.integers is not None and native.usable(slope):
+            integers = Integers(*grid.integers, scale, zero)
+            rounded = native.descend(slope, old, matrix, matrix.diagonal(), integers, keep)
+            codes, moves = rounded.codes, rounded.moves
+        else:
+            codes = torch.empty_like(slope)
+
+            def rule(place: int, target: Tensor) -> Tensor:
+                target, shift = target if keep is None else target * keep[place], None if zero is None else zero[place]
+                codes[place] = grid.encode(target, scale[place], shift)
+                return grid.decode(codes[place], scale[place], shift)
+
+            moves = _descend_part(slope, old, matrix, rule)
+        self.codes[columns] = store(codes, grid)
+        self.difference[columns] -= moves
+        return moves
 
 
-def _products(
-    levels: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"], group_size: GroupSize
-) -> Float[Tensor, "out groups groups"]:
-    """Compute M[r, g, h] = L_g H L_h^T for each row r."""
-    count = groups_in(levels.shape[1], group_size)
-    products = levels.new_empty(len(levels), count, count)
-    for group in range(count):
-        start = 0 if count == 1 else group * int(group_size)
-        columns = slice(start, None if count == 1 else start + int(group_size))
-        weighted = (levels[:, columns] @ hessian[columns, start:]).mul_(levels[:, start:])
-        products[:, group, group:] = products[:, group:, group] = grouped(weighted, group_size).sum(-1)
-    return products
+def _blocks(groups: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Combine consecutive groups up to the columns of a part."""
+    block: list[Tensor] = []
+    for group in groups:
+        if block and sum(map(len, block)) + len(group) > PART:
+            yield block
+            block = []
+        block.append(group)
+    yield block
 
 
-def _solved(matrix: Tensor, right_side: Tensor, start: Tensor) -> Tensor:
-    """Solve the equations of each row; a group without levels and a row without a solution keep their scales."""
-    is_empty = matrix.diagonal(dim1=1, dim2=2) == 0
-    matrix = matrix + torch.diag_embed(is_empty.to(matrix.dtype))
-    solution, is_solved = solve_positive(matrix, torch.where(is_empty, start, right_side)[..., None])
-    return torch.where(is_solved[:, None], solution[..., 0], start)
-
-
-def _descended(
-    weight: Float[Tensor, "out in"],
-    codes: Codes,
-    hessian: Float[Tensor, "in in"],
-    mask: Bool[Tensor, "out in"] | None,
-    order: Int[Tensor, " in"] | None,
-) -> Int[Tensor, "out in"]:
-    """Return new codes, each the best one for the current values of all others when its column is reached."""
-    width, grid = weight.shape[1], codes.grid
-    order = torch.arange(width, device=weight.device) if order is None else order
-
-    def by_column(per_group: Tensor) -> Tensor:
-        expanded = spread(per_group, width, codes.group_size, codes.group_index).expand(len(weight), width)
-        return expanded[:, order].T.contiguous()
-
-    scale, zero = by_column(codes.scale), None if codes.zero is None else by_column(codes.zero)
-    new_codes = weight.new_empty(width, len(weight))
-    keep = None if mask is None else mask[:, order].T
-
-    def rounded(place: int, target: Tensor) -> Tensor:
-        if keep is not None:
-            target = target * keep[place]
-        shift = None if zero is None else zero[place]
-        new_codes[place] = grid.encode(target, scale[place], shift)
-        return grid.decode(new_codes[place], scale[place], shift)
-
-    def round_together(
-        columns: slice, slope: Tensor, old: Tensor, matrix: Tensor, pivots: Tensor
-    ) -> RoundedColumns | None:
-        if grid.integers is None or not native.usable(weight):
-            return None
-        integers = Integers(*grid.integers, scale[columns], None if zero is None else zero[columns])
-        rounded_columns = native.descend(slope, old, matrix, pivots, integers, None if keep is None else keep[columns])
-        new_codes[columns] = rounded_columns.codes
-        return rounded_columns
-
-    descend(weight, codes.dense(), hessian, order, rounded, round_together)
-    return store(new_codes.T[:, order.argsort()], grid)
+def _descend_part(
+    slope: Float[Tensor, "columns out"],
+    old: Float[Tensor, "columns out"],
+    matrix: Float[Tensor, "columns columns"],
+    rule: Callable[[int, Float[Tensor, " out"]], Float[Tensor, " out"]],
+) -> Float[Tensor, "columns out"]:
+    """Return the changes of some columns that are decided in turn."""
+    slope, moves, pivots = slope.clone(), torch.empty_like(slope), matrix.diagonal()
+    for i, column in enumerate(old):
+        # q_i + (w - q) H_i / H_ii: the value of the least error, given all others
+        torch.sub(rule(i, torch.addcdiv(column, slope[i], pivots[i])), column, out=moves[i])
+        slope[i + 1 :].addr_(matrix[i, i + 1 :], moves[i], alpha=-1)
+    return moves
 
 
 def descend(
@@ -197,7 +264,6 @@ def descend(
     hessian: Float[Tensor, "in in"],
     order: Int[Tensor, " in"],
     rule: Callable[[int, Float[Tensor, " out"]], Float[Tensor, " out"]],
-    rule_of_part: Callable[[slice, Tensor, Tensor, Tensor, Tensor], RoundedColumns | None] | None = None,
 ) -> Float[Tensor, "out in"]:
     """Minimize the error (w - q) H (w - q)^T of each row by coordinate descent: every column once, in `order`.
 
@@ -208,35 +274,15 @@ def descend(
         order: the column of each step.
         rule: rule(step, target) returns the new values of the column of this step. The target has the least error given
             all other columns.
-        rule_of_part: rule_of_part(steps, slope, old, matrix, pivots) does the same for consecutive steps, as
-            `native.columns.descend`; it returns None if they must be taken one by one.
 
     Returns:
         The new q.
     """
-    width = start.shape[1]
-    # [in, out]: the gradient of half of the error by each value; a column is contiguous
-    slope = ((weight - start) @ hessian)[:, order].T.contiguous()
-    old = start[:, order].T.contiguous()
-    new = torch.empty_like(old)
-    hessian = hessian[order][:, order]
-    pivots = hessian.diagonal()
-    for start_column in range(0, width, PART):
-        stop_column = min(start_column + PART, width)
-        columns = slice(start_column, stop_column)
-        rounded = rule_of_part and rule_of_part(
-            columns, slope[columns], old[columns], hessian[columns, columns], pivots[columns]
-        )
-        if rounded:
-            new[columns], steps = rounded.values, rounded.moves
-        else:
-            steps = torch.empty_like(slope[columns])
-            for i in range(start_column, stop_column):
-                # q_i + (w - q) H_i / H_ii: the value of the least error, given all others
-                new[i] = rule(i, torch.addcdiv(old[i], slope[i], pivots[i]))
-                torch.sub(new[i], old[i], out=steps[i - start_column])
-                if i + 1 < stop_column:
-                    slope[i + 1 : stop_column].addr_(hessian[i, i + 1 : stop_column], steps[i - start_column], alpha=-1)
-        if stop_column < width:
-            slope[stop_column:].addmm_(hessian[start_column:stop_column, stop_column:].T, steps, alpha=-1)
-    return new.T[:, order.argsort()]
+    new = start.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
+    difference = weight.T - new
+    for first, columns in enumerate(order.split(PART)):
+        rows, old = hessian[columns], new[columns]
+        moves = _descend_part(rows @ difference, old, rows[:, columns], lambda i, t, at=first * PART: rule(at + i, t))
+        new[columns] = old + moves
+        difference[columns] -= moves
+    return new.T

@@ -13,7 +13,7 @@ from compress.native import columns as native
 from compress.native.columns import Integers
 from compress.numerics.column_sweep import sweep, sweep_bytes
 from compress.numerics.linalg import factor_bytes
-from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, spread, store
+from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, store
 from compress.numerics.quant.grids import Grid
 
 
@@ -77,9 +77,9 @@ def round_columns(
 def rounding_bytes(rows: int, width: int) -> int:
     """Return the peak memory of factoring a Hessian and then rounding a weight [rows, width], in bytes.
 
-    Codes are floats until they are stacked, and there may be a scale for each column.
+    The sweep also holds the weight in its order, and the codes with two copies while they are stacked.
     """
-    return max(factor_bytes(width), sweep_bytes(rows, width) + 3 * 4 * rows * width)
+    return max(factor_bytes(width), 4 * width * width + sweep_bytes(rows, width) + (4 + 3) * rows * width)
 
 
 def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, "out in"]:
@@ -124,7 +124,7 @@ class Rounding:
         self._codes: list[Tensor] = []  # of consecutive columns, [columns, out]
         self._targets: list[Tensor] | None = [] if record_targets else None
         self._fixed: tuple[Tensor, Tensor | None] | None = None
-        self._per_column: tuple[Tensor, Tensor | None] | None = None
+        self._group_of: Int[Tensor, " in"] | None = None  # in the order of the sweep
         static = order is not None and not regroup
         assert static or options.fixed_scales is None, "known scales require groups of columns in their original order"
         if static or not isinstance(options.group_size, int):
@@ -132,10 +132,10 @@ class Rounding:
             fitted = options.fixed_scales or self._fit(
                 masked_weight, options.group_size, self.shared, mask, slice(None)
             )
-            self._fixed = scale, zero = fitted
-            if static:  # every column keeps the scale of its original group in any order
-                width = weight.shape[1]
-                self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
+            self._fixed = fitted
+            if order is not None and static:  # every column keeps the scale of its original group in any order
+                size = options.group_size if isinstance(options.group_size, int) else weight.shape[1]
+                self._group_of = order // size
 
     def _fit(
         self, weight: Tensor, group_size: GroupSize, shared: Tensor | None, mask: Tensor | None, columns: slice
@@ -154,11 +154,6 @@ class Rounding:
             importance,
             options.signed,
         )
-
-    def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
-        """Expand values per group to every column, in the order of the sweep."""
-        per_column = spread(per_group, width, self.options.group_size).expand(-1, width)
-        return _ordered(per_column, self.order).T.contiguous()
 
     def starts(self, width: int) -> Sequence[int]:
         size = self.options.group_size
@@ -184,16 +179,17 @@ class Rounding:
             self._group_scale = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:
                 self._zeros.append(zero)
-        elif self._per_column is None:
+        elif self._group_of is None:
             scale, zero = self._fixed
             self._group_scale = scale[:, 0], None if zero is None else zero[:, 0]
 
     def _scales_of(self, columns: int | slice) -> tuple[Tensor, Tensor | None]:
         """Return the scales and zero points of columns, [columns, out]; [out] if they are equal for all columns."""
-        if self._per_column is None:
+        if self._group_of is None or self._fixed is None:
             return self._group_scale
-        scales, zeros = self._per_column
-        return scales[columns], None if zeros is None else zeros[columns]
+        scale, zero = self._fixed
+        groups = self._group_of[columns]
+        return scale[:, groups].T, None if zero is None else zero[:, groups].T
 
     def compress_part(
         self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]
@@ -208,7 +204,7 @@ class Rounding:
         rounded = native.sweep(values, ratios, grid, keep, self._targets is not None)
         if self._targets is not None and rounded.targets is not None:
             self._targets.append(rounded.targets)
-        self._codes.append(rounded.codes)
+        self._codes.append(store(rounded.codes, self.grid))
         return rounded.values, rounded.moves
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
@@ -218,7 +214,7 @@ class Rounding:
         if self._targets is not None:
             self._targets.append(values.clone()[None])
         codes = self.grid.encode(values, scale, zero)
-        self._codes.append(codes[None])
+        self._codes.append(store(codes[None], self.grid))
         return self.grid.decode(codes, scale, zero)
 
     @property
@@ -232,8 +228,7 @@ class Rounding:
         if self.order is not None and self.regroup:
             assert isinstance(size, int)
             index = (torch.arange(len(self.order), device=scale.device) // size)[self.order.argsort()].to(torch.int32)
-        codes = store(self._stacked(self._codes), self.grid)
-        return Codes(codes, scale, zero, self.grid, size, index, self.shared)
+        return Codes(self._stacked(self._codes), scale, zero, self.grid, size, index, self.shared)
 
     @property
     def targets(self) -> Float[Tensor, "out in"]:

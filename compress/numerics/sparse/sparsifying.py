@@ -50,7 +50,7 @@ class Sparsifying:
     def __call__(self, weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
         """Return the weight after the sweep."""
         lookahead = None if self.block is not None else self._lookahead
-        return sweep(weight, factor, self, lookahead, self.pattern.span)
+        return sweep(weight, factor, self, lookahead, self.pattern.span).contiguous()
 
     def kept(self, order: Int[Tensor, " in"] | None) -> Bool[Tensor, "out in"]:
         """Return the mask, in the original order of the columns."""

@@ -245,11 +245,13 @@ class Gram(Observer):
     @property
     def hessian(self) -> Float[Tensor, "in in"]:
         """2/n X^T X."""
-        hessian = torch.zeros(self.width, self.width, device=self.device)
+        hessian = torch.empty(self.width, self.width, device=self.device)
         for n, slab in enumerate(self._slabs):
-            start = n * self._step
-            hessian[start : start + self._step, start:] = slab.triu()
-        hessian += hessian.triu(1).T
+            start, stop = n * self._step, n * self._step + len(slab)
+            near, far = slab[:, : len(slab)], slab[:, len(slab) :]
+            hessian[start:stop, start:stop] = near.triu() + near.triu(1).T
+            hessian[start:stop, stop:] = far
+            hessian[stop:, start:stop] = far.T
         return hessian.mul_(2 / max(self.tokens, 1))
 
     def shrunk(self, regularization: Regularization) -> Float[Tensor, "in in"]:
@@ -271,7 +273,9 @@ class Gram(Observer):
             if bool(dead.all()):
                 hessian.fill_diagonal_(1)
             if order is not None:
-                hessian = hessian[order][:, order]
+                hessian = hessian[order]
+                for rows in hessian.split(self._step):  # in place: a copy would double the memory
+                    rows.copy_(rows[:, order])
             self._factors = {key: inverse_factor(hessian, regularization.damping)}
         return (*self._factors[key], int(dead.sum()))
 

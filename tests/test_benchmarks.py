@@ -61,6 +61,7 @@ SLOW = {
     "rows": "rtn-int8 " + PROTOCOL,
     "runtimes": "{pico} --threads 1 --rounds 1",
     "startup": "--repeat 1",
+    "wide": "llama-3-8b --folder {folder} --divide 64 --passes rtn --sequences 2 --length 16 --threads 1",
 }
 """Scripts that start other processes, which import torch anew, or compile."""
 

@@ -76,8 +76,12 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
 
 def damped(hessian: Float[Tensor, "n n"], damping: float) -> Float[Tensor, "n n"]:
     """Return the matrix whose inverse `inverse_factor` factors, a new tensor."""
+    return damped_(hessian.clone(), damping)
+
+
+def damped_(hessian: Float[Tensor, "n n"], damping: float) -> Float[Tensor, "n n"]:
+    """Replace a matrix by the one whose inverse `inverse_factor` factors."""
     diagonal, mean = _alive(hessian.diagonal())
-    hessian = hessian.clone()
     hessian.diagonal().copy_(diagonal + damping * mean)
     return hessian
 

@@ -7,21 +7,30 @@ from pathlib import Path
 from typing import Any
 
 
-def write(folder: Path, shape: dict[str, Any], ids: tuple[int, int], shard_bytes: int, device: str = "cpu") -> None:
+def write(
+    folder: Path,
+    shape: dict[str, Any],
+    ids: tuple[int, int],
+    shard_bytes: int,
+    device: str = "cpu",
+    kind: str = "LlamaConfig",
+) -> None:
     """Write the model, a shard at a time, and ids.npy with token ids [sequences, length].
 
-    shape: arguments of LlamaConfig. ids: sequences and length. device: draws the weights.
+    shape: arguments of the configuration. ids: sequences and length. device: draws the weights. kind: the class of the
+    configuration in transformers.
     """
     import numpy as np  # here: a benchmark limits the memory of processes that need none of these
+    import transformers
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=1, dtype="bfloat16")
+    config = getattr(transformers, kind)(**shape, bos_token_id=0, eos_token_id=1, dtype="bfloat16")
     with init_empty_weights():
-        shapes = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     write_shards(folder, shapes, shard_bytes, device)
-    config.architectures = ["LlamaForCausalLM"]
+    config.architectures = [type(model).__name__]
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(config.vocab_size, size=ids))
     config.save_pretrained(folder)  # the last: it says that the model is complete
 

@@ -189,7 +189,7 @@ class Rounding:
             return self._group_scale
         scale, zero = self._fixed
         groups = self._group_of[columns]
-        return scale[:, groups].T, None if zero is None else zero[:, groups].T
+        return scale[:, groups].movedim(0, -1), None if zero is None else zero[:, groups].movedim(0, -1)
 
     def compress_part(
         self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]

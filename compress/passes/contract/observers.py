@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.errors import NumericError, TargetError
-from compress.numerics.linalg import Regularization, damped, inverse_factor, shrink_
+from compress.numerics.linalg import Regularization, damped_, inverse_factor, shrink_
 from compress.passes.contract.facts import Log
 from compress.passes.contract.processes import Processes
 
@@ -281,7 +281,7 @@ class Gram(Observer):
 
     def damped(self, regularization: Regularization, order: Tensor | None = None) -> Float[Tensor, "in in"]:
         """Return the Hessian that `factor` inverts, in the original order, with the damping of `order`."""
-        return damped(self.shrunk(regularization), self.factor(regularization, order)[1])
+        return damped_(self.shrunk(regularization), self.factor(regularization, order)[1])
 
     def factor_of(
         self, name: str, log: Log, regularization: Regularization, order: Tensor | None = None

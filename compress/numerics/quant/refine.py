@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.native import columns as native
-from compress.native.columns import Integers, RoundedColumns
+from compress.native.columns import RoundedColumns
 from compress.numerics.column_sweep import PART
 from compress.numerics.linalg import solve_positive
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
@@ -180,10 +180,10 @@ def _descended(
     def round_together(
         columns: slice, slope: Tensor, old: Tensor, matrix: Tensor, pivots: Tensor
     ) -> RoundedColumns | None:
-        if grid.integers is None or not native.usable(weight):
+        scaled = grid.scaled(scale[columns], None if zero is None else zero[columns])
+        if scaled is None or not native.usable(weight, scaled):
             return None
-        integers = Integers(*grid.integers, scale[columns], None if zero is None else zero[columns])
-        rounded_columns = native.descend(slope, old, matrix, pivots, integers, None if keep is None else keep[columns])
+        rounded_columns = native.descend(slope, old, matrix, pivots, scaled, None if keep is None else keep[columns])
         new_codes[columns] = rounded_columns.codes
         return rounded_columns
 

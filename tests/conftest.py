@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from batches import batch_of
 
 if not torch.cuda.is_available():  # Triton's interpreter runs GPU kernels; triton, which others import, reads this once
     os.environ["TRITON_INTERPRET"] = "1"
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from batches import batch_of
 from hypothesis import HealthCheck, settings
 from model_families import VOCAB, tiny_model
 from products import SETS

@@ -1,4 +1,4 @@
-"""Loops over columns: rounding to integers in a sweep or a descent, and errors of groups.
+"""Loops over columns: rounding to integers or levels in a sweep or a descent, and errors of groups.
 
 Plain torch takes several operations for each column; here one call processes several columns, in C++ on the CPU and in
 a Triton program on a GPU. Rows do not depend on each other, and threads divide them. Sums equal those of plain torch
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,20 +22,34 @@ MAX_COLUMNS = 256  # columns of a call
 
 
 @dataclass(frozen=True)
-class Integers:
-    """Codes from lowest to highest: code = clamp(round(w / scale + zero)), with the value (code - zero) * scale.
+class ScaledGrid:
+    """The numbers to which columns are rounded: integers with scales and zero points, or levels with scales.
+
+    An integer code is clamp(round(w / scale + zero)), with the value (code - zero) * scale. The code of a level is the
+    index of the one nearest to w / scale, with the value level * scale.
 
     Attributes:
-        lowest: smallest code.
-        highest: largest code.
+        limits: the smallest and the largest code of integers; without effect if there are levels.
         scale: [columns, rows] float32, or [rows] for all columns.
-        zero: zero points in the shape of `scale`, or None.
+        zero: zero points of integers in the shape of `scale`, or None.
+        levels: ascending levels, or None.
     """
 
-    lowest: int
-    highest: int
+    limits: tuple[int, int]
     scale: Tensor
     zero: Tensor | None = None
+    levels: tuple[float, ...] | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a structure of the library; the table of levels lives as long as the structure."""
+        table = None if self.levels is None else (ctypes.c_float * len(self.levels))(*self.levels)
+        return {
+            "levels": None if table is None else ctypes.cast(table, ctypes.c_void_p),
+            "entries": len(self.levels or ()),
+            "lowest": self.limits[0],
+            "highest": self.limits[1],
+        }
 
 
 @dataclass(frozen=True)
@@ -54,17 +69,24 @@ class RoundedColumns:
     targets: Tensor | None
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the library or the GPU programs take tensors like this one: float32, without a gradient."""
-    if tensor.dtype != torch.float32 or tensor.requires_grad:
+def usable(tensor: Tensor, grid: ScaledGrid | None) -> bool:
+    """Whether the library or the GPU programs round a tensor like this one: float32, without a gradient.
+
+    Args:
+        tensor: the weight.
+        grid: the numbers to which it is rounded; None if the loops lack their rule. The GPU programs have no levels.
+    """
+    if grid is None or tensor.dtype != torch.float32 or tensor.requires_grad:
         return False
-    return gpu_columns.usable(tensor) or (tensor.device.type == "cpu" and library() is not None)
+    if tensor.device.type == "cpu" and library() is not None:
+        return True
+    return grid.levels is None and gpu_columns.usable(tensor)
 
 
 def sweep(
     state: Float[Tensor, "columns rows"],
     matrix: Float[Tensor, "columns columns"],
-    grid: Integers,
+    grid: ScaledGrid,
     keep: Bool[Tensor, "columns rows"] | None = None,
     with_targets: bool = False,
 ) -> RoundedColumns:
@@ -73,7 +95,7 @@ def sweep(
     Args:
         state: the columns; not modified.
         matrix: ratios of the compensation.
-        grid: integers with scales and zero points.
+        grid: numbers and scales.
         keep: False where a weight is rounded to zero.
         with_targets: whether to return the values before rounding.
     """
@@ -85,7 +107,7 @@ def descend(
     old: Float[Tensor, "columns rows"],
     matrix: Float[Tensor, "columns columns"],
     pivots: Float[Tensor, " columns"],
-    grid: Integers,
+    grid: ScaledGrid,
     keep: Bool[Tensor, "columns rows"] | None = None,
 ) -> RoundedColumns:
     """Round old + slope / pivots of every column, and subtract matrix[i, j] times its step from later slopes."""
@@ -95,15 +117,15 @@ def descend(
 def group_sums(
     weight: Float[Tensor, "rows groups size"],
     importance: Float[Tensor, "groups size"],
-    grid: Integers,
+    grid: ScaledGrid,
     with_sums: bool,
 ) -> list[Tensor]:
-    """Sum h (value - w)^2 over each group and, if requested, h L^2 and h L w, with L = code - zero.
+    """Sum h (value - w)^2 over each group and, if requested, h L^2 and h L w, with L = code - zero, or the level.
 
     Args:
         weight: the weights w.
         importance: h, of each column.
-        grid: integers; scale and zero are [rows, groups].
+        grid: numbers; scale and zero are [rows, groups].
         with_sums: whether to compute the second and third sums.
     """
     weight, importance = weight.contiguous(), importance.contiguous()
@@ -116,8 +138,8 @@ def group_sums(
         or (zero is not None and zero.shape != scale.shape)
     ):
         raise ValueError(f"importance or scales do not fit weights [{rows}, {groups}, {size}]")
-    if gpu_columns.usable(weight):
-        gpu_columns.sum_groups(weight, importance, scale, zero, (grid.lowest, grid.highest), sums)
+    if grid.levels is None and gpu_columns.usable(weight):
+        gpu_columns.sum_groups(weight, importance, scale, zero, grid.limits, sums)
         return sums
     outputs = {"squares": pointer(sums[1]), "products": pointer(sums[2])} if with_sums else {}
     _call(
@@ -131,9 +153,8 @@ def group_sums(
             rows=rows,
             groups=groups,
             size=size,
-            lowest=grid.lowest,
-            highest=grid.highest,
             threads=torch.get_num_threads(),
+            **grid.fields,
             **outputs,
         ),
     )
@@ -143,7 +164,7 @@ def group_sums(
 def _rounded(
     state: Tensor,
     matrix: Tensor,
-    grid: Integers,
+    grid: ScaledGrid,
     keep: Tensor | None,
     old: Tensor | None,
     pivots: Tensor | None,
@@ -161,10 +182,9 @@ def _rounded(
         raise ValueError(f"masks, scales or the matrix do not fit weights {list(state.shape)}")
     codes, values, moves = (torch.empty_like(state) for _ in range(3))
     rounded = RoundedColumns(codes, values, moves, torch.empty_like(state) if with_targets else None)
-    if gpu_columns.usable(state):
-        limits = grid.lowest, grid.highest
+    if grid.levels is None and gpu_columns.usable(state):
         gpu_columns.round_columns(
-            state, matrix, scale, zero, keep, old, pivots, limits, codes, values, moves, rounded.targets
+            state, matrix, scale, zero, keep, old, pivots, grid.limits, codes, values, moves, rounded.targets
         )
         return rounded
     _call(
@@ -185,9 +205,8 @@ def _rounded(
             columns=count,
             scale_stride=rows if per_column else 0,
             matrix_stride=max(matrix.stride(0), count),
-            lowest=grid.lowest,
-            highest=grid.highest,
             threads=torch.get_num_threads(),
+            **grid.fields,
         ),
     )
     return rounded

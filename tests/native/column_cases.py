@@ -6,7 +6,7 @@ import torch
 from draws import random
 
 from compress.native import columns as native
-from compress.native.columns import Integers
+from compress.native.columns import ScaledGrid
 from compress.numerics.linalg import inverse_factor
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.refine import refined
@@ -31,7 +31,7 @@ def problem(rows, columns, shared, zeros, masked, seed, bits=4, device="cpu"):
     shape = (rows,) if shared else (columns, rows)
     scale = (0.1 + here(*shape, more=0).abs()) * here(*shape, more=1).sign()
     zero = here(*shape, more=2).mul(2).round() if zeros else None
-    grid = Integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, scale, zero)
+    grid = ScaledGrid((-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), scale, zero)
     keep = here(columns, rows, more=3) > -0.5 if masked else None
     return here(columns, rows, more=4), 0.5 * here(columns, columns, more=5) / columns**0.5, grid, keep
 
@@ -45,7 +45,7 @@ def expected(state, matrix, grid, keep, old=None, pivots=None):
             scale, zero = scale[i], zero if grid.zero is None else zero[i]
         expected = state[i] if old is None else old[i] + state[i] / pivots[i]
         expected = expected if keep is None else expected * keep[i]
-        codes = (expected / scale + zero).round().clamp(grid.lowest, grid.highest)
+        codes = (expected / scale + zero).round().clamp(*grid.limits)
         value = (codes - zero) * scale
         move = state[i] - value if old is None else value - old[i]
         state[i + 1 :] -= matrix[i, i + 1 :, None] * move
@@ -59,6 +59,31 @@ def same(actual, expected):
     assert agree.float().mean() > 0.9 or agree.numel() - int(agree.sum()) <= 1
     for mine, alternative in zip((actual.values, actual.moves, actual.targets), expected[1:], strict=True):
         assert mine is None or torch.allclose(mine[:, agree], alternative[:, agree], rtol=1e-4, atol=1e-4)
+
+
+LEVELS = [(-127.0, -49.0, -10.0, 1.0, 25.0, 113.0), (-1.0, -0.33791524171829224, 0.0, 0.25, 1.0), (-1.0, 1.0)]
+
+
+def nearest_level(x, levels):
+    """Index and value of the level with the least distance; of two equally near ones, the lower one."""
+    table = torch.tensor(levels)
+    codes = (x[..., None] - table).abs().argmin(-1)
+    return codes, table[codes]
+
+
+def check_levels(rows, columns, levels, masked, seed):
+    """A sweep over levels, column by column in plain torch."""
+    state, matrix, grid, keep = problem(rows, columns, False, False, masked, seed)
+    scale = grid.scale / max(levels)
+    actual = native.sweep(state, matrix, ScaledGrid((0, len(levels) - 1), scale, None, levels), keep, with_targets=True)
+    columns_done, left = [], state.clone()
+    for i in range(columns):
+        target = left[i] if keep is None else left[i] * keep[i]
+        codes, level = nearest_level(target / scale[i], levels)
+        move = left[i] - level * scale[i]
+        left[i + 1 :] -= matrix[i, i + 1 :, None] * move
+        columns_done.append((codes, level * scale[i], move, target))
+    same(actual, [torch.stack(tensors) for tensors in zip(*columns_done, strict=True)])
 
 
 def check_nan(device="cpu"):
@@ -81,18 +106,18 @@ def check_layouts(device="cpu"):
         actual = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
         assert torch.equal(actual.codes, expected.codes) and torch.equal(actual.moves, expected.moves)
     ones = torch.ones(20, device=device)
-    assert native.sweep(state[:, :0], matrix, Integers(-8, 7, ones[:0])).codes.shape == (6, 0)
-    assert native.sweep(state[:0], matrix[:0, :0], Integers(-8, 7, ones)).codes.shape == (0, 20)
+    assert native.sweep(state[:, :0], matrix, ScaledGrid((-8, 7), ones[:0])).codes.shape == (6, 0)
+    assert native.sweep(state[:0], matrix[:0, :0], ScaledGrid((-8, 7), ones)).codes.shape == (0, 20)
 
 
-def check_gptq(plain, symmetric, group, order, regroup, masked, device="cpu"):
+def check_gptq(plain, symmetric, group, order, regroup, masked, device="cpu", grid="int4"):
     """A sweep of GPTQ and its refinement; rows in which the last bit of a sum decided a code may differ."""
     weight, hessian = random(37, 136, seed=1).to(device), hessian_of(136).to(device)
     columns = hessian.diagonal().argsort(descending=True) if order else None
     ordered = hessian if columns is None else hessian[columns][:, columns]
     factor, _ = inverse_factor(ordered, 0.01)
     mask = random(37, 136, seed=2).to(device) > -0.7 if masked else None
-    options = GridOptions(GRIDS["int4"], group, symmetric, "absmax", torch.float32)
+    options = GridOptions(GRIDS[grid], group, symmetric, "absmax", torch.float32)
 
     def compute():
         rule = round_columns(weight, factor, options, mask, columns, regroup, record_targets=True)
@@ -106,12 +131,12 @@ def check_gptq(plain, symmetric, group, order, regroup, masked, device="cpu"):
     assert torch.allclose(better.dense()[rows], expected.dense()[rows], rtol=1e-3, atol=1e-4)
 
 
-def check_search(plain, symmetric, device="cpu"):
+def check_search(plain, symmetric, device="cpu", grid="int4"):
     """The search for scales."""
     parts, importance = random(40, 3, 24).to(device), random(3, 24, seed=1).abs().to(device)
 
     def search():
-        return WeightedSearch(parts, importance, GRIDS["int4"], symmetric, torch.float32, None, signed=True).best()
+        return WeightedSearch(parts, importance, GRIDS[grid], symmetric, torch.float32, None, signed=True).best()
 
     (scale, zero), (expected, wanted_zero) = search(), plain(search)
     agree = torch.isclose(scale, expected, rtol=1e-5)

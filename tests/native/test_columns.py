@@ -4,13 +4,25 @@ import ctypes
 
 import pytest
 import torch
-from column_cases import GROUPS, check_gptq, check_layouts, check_nan, check_search, expected, problem, same
+from column_cases import (
+    GROUPS,
+    LEVELS,
+    check_gptq,
+    check_layouts,
+    check_levels,
+    check_nan,
+    check_search,
+    expected,
+    nearest_level,
+    problem,
+    same,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import SETS, random
 
 from compress.native import columns as native
-from compress.native.columns import Integers
+from compress.native.columns import ScaledGrid
 from compress.native.library import Columns, Groups, library, pointer
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
@@ -46,10 +58,38 @@ def test_sums_of_groups(rows, groups, size, zeros, summed, seed):
     level = (weight / scale[..., None] + (0 if zero is None else zero[..., None])).round().clamp(-8, 7)
     level = level - (0 if zero is None else zero[..., None])
     expected = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
-    actual = native.group_sums(weight, importance, Integers(-8, 7, scale, zero), summed)
+    actual = native.group_sums(weight, importance, ScaledGrid((-8, 7), scale, zero), summed)
     assert len(actual) == len(expected)
     for mine, alternative in zip(actual, expected, strict=True):
         assert torch.allclose(mine, (importance * alternative).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=60)
+@given(COUNTS, COUNTS, st.sampled_from(LEVELS), st.booleans(), st.integers(0, 99))
+def test_columns_of_levels_are_those_of_plain_torch(rows, columns, levels, masked, seed):
+    check_levels(rows, columns, levels, masked, seed)
+
+
+@settings(max_examples=60)
+@given(COUNTS, st.integers(1, 4), COUNTS, st.sampled_from(LEVELS), st.booleans(), st.integers(0, 99))
+def test_sums_of_groups_of_levels(rows, groups, size, levels, summed, seed):
+    weight, importance = random(rows, groups, size, seed=seed), random(groups, size, seed=seed + 1).abs()
+    scale = (0.1 + random(rows, groups, seed=seed + 2).abs()) * (1 if seed % 2 else -1) / max(levels)
+    level = nearest_level(weight / scale[..., None], levels)[1]
+    expected = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
+    grid = ScaledGrid((0, len(levels) - 1), scale, None, levels)
+    for mine, alternative in zip(native.group_sums(weight, importance, grid, summed), expected, strict=True):
+        assert torch.allclose(mine, (importance * alternative).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_levels_in_every_instruction_set(chosen):
+    for levels in LEVELS:
+        check_levels(40, 33, levels, True, 1)
+    state = torch.tensor([[0.0, 5.5, 5.6, -5.5, 200.0, -200.0, 1.0]])
+    grid = ScaledGrid((0, 3), torch.ones(7), None, (-10.0, -1.0, 1.0, 10.0))
+    actual = native.sweep(state, torch.zeros(1, 1), grid)
+    assert actual.codes.tolist() == [[1, 2, 3, 0, 3, 0, 2]]  # a number in the middle belongs to the lower level
+    assert actual.values.tolist() == [[-1, 1, 10, -10, 10, -10, 1]]
 
 
 def test_every_instruction_set(chosen):
@@ -58,14 +98,14 @@ def test_every_instruction_set(chosen):
         matrix /= columns**0.5
         same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
     weight, scale = random(7, 3, 40), 0.2 + random(7, 3).abs()
-    [error] = native.group_sums(weight, torch.ones(3, 40), Integers(-4, 3, scale), False)
+    [error] = native.group_sums(weight, torch.ones(3, 40), ScaledGrid((-4, 3), scale), False)
     codes = (weight / scale[..., None]).round().clamp(-4, 3)
     assert torch.allclose(error, (codes * scale[..., None] - weight).square().sum(-1), rtol=1e-5)
 
 
 def test_ties_go_to_the_even_code(chosen):
     state = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 7.5, 100.0, -100.0]])
-    actual = native.sweep(state, torch.zeros(1, 1), Integers(-8, 7, torch.ones(8)))
+    actual = native.sweep(state, torch.zeros(1, 1), ScaledGrid((-8, 7), torch.ones(8)))
     assert actual.codes.tolist() == [[0, 2, 2, 0, -2, 7, 7, -8]]
 
 
@@ -94,14 +134,22 @@ def test_gptq_and_its_refinement_are_those_of_plain_torch(plain, symmetric, grou
     check_gptq(plain, symmetric, group, order, regroup, masked)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
-    check_search(plain, symmetric)
+@pytest.mark.parametrize("grid", ["iq4_nl", "nf4", "ternary"])
+@pytest.mark.parametrize(("group", "order", "regroup"), GROUPS)
+def test_gptq_with_levels_is_that_of_plain_torch(plain, grid, group, order, regroup):
+    check_gptq(plain, True, group, order, regroup, False, grid=grid)
+
+
+@pytest.mark.parametrize(("grid", "symmetric"), [("int4", True), ("int4", False), ("iq4_nl", True), ("nf4", True)])
+def test_the_search_for_scales_is_that_of_plain_torch(plain, grid, symmetric):
+    check_search(plain, symmetric, grid=grid)
 
 
 def test_what_the_library_takes():
-    assert native.usable(torch.zeros(1)) and not native.usable(torch.zeros(1, dtype=torch.float64))
-    assert not native.usable(torch.zeros(1, requires_grad=True)) and not native.usable(torch.zeros(1, device="meta"))
+    int4 = ScaledGrid((-8, 7), torch.ones(1))
+    assert native.usable(torch.zeros(1), int4) and not native.usable(torch.zeros(1, dtype=torch.float64), int4)
+    assert not native.usable(torch.zeros(1), None) and not native.usable(torch.zeros(1, device="meta"), int4)
+    assert not native.usable(torch.zeros(1, requires_grad=True), int4)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +163,7 @@ def test_what_the_library_takes():
         ("threads", 0),
         ("pivots", None),
         ("old", None),
+        ("entries", 1),
     ],
 )
 def test_the_library_checks_the_sizes_of_columns(name, value):
@@ -138,7 +187,7 @@ def test_the_library_checks_the_sizes_of_columns(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("rows", -1), ("groups", -1), ("size", -1), ("threads", 0), ("products", None)]
+    ("name", "value"), [("rows", -1), ("groups", -1), ("size", -1), ("threads", 0), ("products", None), ("entries", 1)]
 )
 def test_the_library_checks_the_sizes_of_groups(name, value):
     x = torch.ones(2, 3, 4)
@@ -159,4 +208,4 @@ def test_sizes_that_do_not_fit_together():
         with pytest.raises(ValueError, match="do not fit"):
             native.sweep(*arguments)
     with pytest.raises(ValueError, match="do not fit"):
-        native.group_sums(random(2, 3, 4), random(2, 4), Integers(-8, 7, random(2, 3)), True)
+        native.group_sums(random(2, 3, 4), random(2, 4), ScaledGrid((-8, 7), random(2, 3)), True)

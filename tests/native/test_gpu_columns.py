@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from compress.native import columns as native
 from compress.native import gpu_columns, gpus
 from compress.native.choice import VARIABLE
-from compress.native.columns import Integers, RoundedColumns
+from compress.native.columns import RoundedColumns, ScaledGrid
 from compress.native.library import library
 
 pytestmark = [
@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INT4 = ScaledGrid((-8, 7), torch.ones(1))
 COUNTS = st.sampled_from([1, 2, 15, 16, 17, 31, 33, 64, 100, 128])
 ROWS = st.sampled_from([1, 5, 31, 32, 33, 70])
 BITS = st.integers(2, 8)
@@ -95,7 +96,7 @@ def test_sums_of_groups(rows, groups, size, bits, zeros, summed, seed):
     level = (weight / scale[..., None] + shift).round().clamp(lowest, highest) - shift
     expected = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
     turned = weight.transpose(0, 2).contiguous().transpose(0, 2)
-    actual = native.group_sums(turned, importance, Integers(lowest, highest, scale, zero), summed)
+    actual = native.group_sums(turned, importance, ScaledGrid((lowest, highest), scale, zero), summed)
     assert len(actual) == len(expected)
     for mine, alternative in zip(actual, expected, strict=True):
         assert torch.allclose(mine, (importance * alternative).sum(-1), rtol=1e-4, atol=1e-3)
@@ -105,7 +106,7 @@ def test_sums_of_groups(rows, groups, size, bits, zeros, summed, seed):
 def test_the_programs_and_the_library_agree(monkeypatch):
     state, matrix, grid, keep = problem(40, 130, False, True, True, 3, device=DEVICE)
     old, pivots, weight = here(130, 40, seed=6), 1 + here(130, seed=7).abs(), here(20, 3, 40, seed=8)
-    groups = Integers(-8, 7, 0.2 + here(20, 3).abs())
+    groups = ScaledGrid((-8, 7), 0.2 + here(20, 3).abs())
 
     def compute():
         swept = native.sweep(state, matrix, grid, keep, with_targets=True)
@@ -127,7 +128,7 @@ def test_the_programs_and_the_library_agree(monkeypatch):
 def test_ties_go_to_the_even_code_and_a_scale_of_zero_to_the_ends():
     state = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 7.5, 100.0, -100.0, torch.inf, 1.0, -1.0, 0.0]], device=DEVICE)
     scale = torch.tensor([1.0] * 9 + [0.0] * 3, device=DEVICE)
-    actual = native.sweep(state, torch.zeros(1, 1, device=DEVICE), Integers(-8, 7, scale))
+    actual = native.sweep(state, torch.zeros(1, 1, device=DEVICE), ScaledGrid((-8, 7), scale))
     assert actual.codes[0, :11].tolist() == [0, 2, 2, 0, -2, 7, 7, -8, 7, 7, -8] and bool(actual.codes[0, 11].isnan())
     assert actual.values[0, 9:11].tolist() == [0, 0]
 
@@ -136,7 +137,7 @@ def test_moves_are_what_is_left_of_the_rounded_value():
     """No product is contracted with the difference: a number of the grid has no error."""
     scale = 0.1 + here(64, seed=1).abs()
     state = (here(20, 64, seed=2) * 4).round().clamp(-8, 7) * scale
-    actual = native.sweep(state, here(20, 20, seed=3), Integers(-8, 7, scale))
+    actual = native.sweep(state, here(20, 20, seed=3), ScaledGrid((-8, 7), scale))
     assert torch.equal(actual.values, state) and not bool(actual.moves.any())
 
 
@@ -146,7 +147,7 @@ def test_nan_stays_in_its_row():
 
 def test_tensors_that_are_not_contiguous_and_none_at_all():
     check_layouts(DEVICE)
-    empty = native.group_sums(here(0, 3, 4), here(3, 4), Integers(-8, 7, here(0, 3)), True)
+    empty = native.group_sums(here(0, 3, 4), here(3, 4), ScaledGrid((-8, 7), here(0, 3)), True)
     assert [item.shape for item in empty] == [(0, 3)] * 3
 
 
@@ -163,10 +164,12 @@ def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
 
 def test_what_the_programs_take(monkeypatch):
     assert (
-        native.usable(here(1)) and not native.usable(here(1).double()) and not native.usable(here(1).requires_grad_())
+        native.usable(here(1), INT4)
+        and not native.usable(here(1).double(), INT4)
+        and not native.usable(here(1).requires_grad_(), INT4)
     )
-    assert not native.usable(torch.zeros(1, device="meta"))
-    assert isinstance(native.sweep(here(2, 3), here(2, 2), Integers(-8, 7, here(3).abs())), RoundedColumns)
+    assert not native.usable(torch.zeros(1, device="meta"), INT4)
+    assert isinstance(native.sweep(here(2, 3), here(2, 2), ScaledGrid((-8, 7), here(3).abs())), RoundedColumns)
     monkeypatch.setattr(gpu_columns, "capability", lambda device: (7, 5))
     assert not gpu_columns.usable(here(1))
 

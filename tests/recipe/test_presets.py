@@ -29,8 +29,10 @@ WORDS = {
     "Q4_K_M": ("uint4_k", "none"),
     "Q5_K_M": ("uint5_k", "none"),
     "Q6_K": ("int6_k", "none"),
+    "IQ4_NL": ("iq4_nl", "none"),
+    "IQ4_XS": ("iq4_xs", "none"),
 }
-GGUF = [name for name in WORDS if name.startswith("Q")]
+GGUF = [name for name in WORDS if name.startswith(("Q", "IQ"))]
 """The weights and the inputs that a name promises."""
 
 
@@ -72,7 +74,7 @@ def test_a_mistake_after_a_preset_is_at_its_own_line():
     ("name", "message"),
     [
         ("W4A61", r"^f:2:11: scheme 'W4A61' is not known; did you mean 'W4A16'\?"),
-        ("IQ4_XS", "^f:2:11: scheme IQ4_XS: this type of GGUF files is not written; use one of Q2_K, Q3_K_M, "),
+        ("IQ3_S", "^f:2:11: scheme IQ3_S: this type of GGUF files is not written; use one of IQ4_NL, IQ4_XS, "),
         ("[a]", r"^f:2:11: scheme \['a'\] is not known; use one of FP8, "),
     ],
 )
@@ -83,7 +85,7 @@ def test_an_unknown_preset_says_what_there_is(name, message):
 
 @pytest.mark.parametrize("name", ["Q4_K_S", "iq2_xxs", "TQ1_0", "BF16"])
 def test_names_of_gguf_types_are_known_as_such(name):
-    with pytest.raises(RecipeError, match="this type of GGUF files is not written; use one of Q2_K, "):
+    with pytest.raises(RecipeError, match="this type of GGUF files is not written; use one of IQ4_NL, IQ4_XS, "):
         preset(name)
 
 

@@ -1,7 +1,7 @@
-"""Block types of 256 weights whose scales are integers (k-quants; llama.cpp, ggml-common.h: block_q2_K to block_q6_K).
+"""Block types of 256 weights whose scales are integers (llama.cpp, ggml-common.h: block_q2_K to block_iq4_xs).
 
-A block consists of 16 groups of 16 weights (Q2_K, Q3_K, Q6_K), or 8 groups of 32 (Q4_K, Q5_K). The integers sc and m
-of its groups are multiplied by the float16 numbers d and dmin of the block.
+A block consists of 16 groups of 16 weights (Q2_K, Q3_K, Q6_K), or 8 groups of 32 (Q4_K, Q5_K, IQ4_XS). The integers sc
+and m of its groups are multiplied by the float16 numbers d and dmin of the block.
 
     Q2_K   16 bytes: sc (lower half) and m of each group; 64 bytes qs; d; dmin        w = d * sc * q - dmin * m
     Q3_K   32 bytes hmask with bit 2 of the codes; 64 bytes qs with bits 0 and 1;
@@ -10,12 +10,15 @@ of its groups are multiplied by the float16 numbers d and dmin of the block.
     Q5_K   as Q4_K, with 32 bytes qh with bit 4 of the codes before qs                w = d * sc * q - dmin * m
     Q6_K   128 bytes ql with bits 0 to 3; 64 bytes qh with bits 4 and 5; 16 signed
            bytes sc; d                                                                w = d * sc * (q - 32)
+    IQ4_XS d; uint16 with bits 4 and 5 of sc + 32, from its lowest bits; 4 bytes with
+           bits 0 to 3; 128 bytes qs                                                  w = d * sc * level[q]
 
 The places of the codes, for 128 consecutive weights x (each half of a block):
     2 bits (qs of Q2_K and Q3_K, qh of Q6_K): byte l holds x[l], x[l+32], x[l+64], x[l+96] at bits 0, 2, 4, 6
     ql of Q6_K: byte l holds x[l] and x[l+64], byte l + 32 holds x[l+32] and x[l+96], in its lower and upper half
 and qs of Q4_K and Q5_K: for each 64 weights x, byte l holds x[l] (lower half) and x[l+32]. Bit k of byte l of hmask and
-qh of Q5_K is the high bit of weight 32 k + l of the block.
+qh of Q5_K is the high bit of weight 32 k + l of the block. For each 32 weights x, byte l of qs of IQ4_XS holds x[l]
+(lower half) and x[l+16].
 """
 
 from __future__ import annotations
@@ -160,10 +163,28 @@ class Q6K(KQuant):
         return codes, self.tensors(blocks[..., 192:208].contiguous().view(torch.int8), None, half(blocks, 208))
 
 
+class IQ4XS(KQuant):
+    """IQ4_XS."""
+
+    def fields(self, codes: UInt8[Tensor, "out blocks size"], part: CodesPart) -> list[Tensor]:
+        sc = self.sc(part).to(torch.int32) + 32
+        top = ((sc >> 4) << (2 * torch.arange(8, device=sc.device))).sum(-1)
+        low = nibbles(sc[..., 0::2] & 15, sc[..., 1::2] & 15)
+        return [*self.steps(part), torch.stack([top & 255, top >> 8], dim=-1).to(torch.uint8), low, _halves(codes, 16)]
+
+    def read(self, blocks: UInt8[Tensor, "out blocks bytes"]) -> tuple[Tensor, dict[str, Tensor | None]]:
+        top = (blocks[..., 2:4, None] >> _places(blocks, 0, 2, 4, 6)) & 3
+        low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
+        sc = low.flatten(-2) | top.flatten(-2) << 4
+        tensors = self.tensors((sc.to(torch.int16) - 32).to(torch.int8), None, half(blocks, 0))
+        return _unhalved(blocks[..., 8:], 16), tensors
+
+
 K_QUANTS = (
     Q2K("Q2_K", ("uint2_k",), SIZE, 84, 16, 10),
     Q3K("Q3_K", ("int3_k",), SIZE, 110, 16, 12),
     Q45K("Q4_K", ("uint4_k",), SIZE, 144, 32, 15),
     Q45K("Q5_K", ("uint5_k",), SIZE, 176, 32, 17),
     Q6K("Q6_K", ("int6_k",), SIZE, 210, 16, 18),
+    IQ4XS("IQ4_XS", ("iq4_xs",), SIZE, 136, 32, 30),
 )

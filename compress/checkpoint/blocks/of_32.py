@@ -1,10 +1,11 @@
-"""Block types of 32 weights with float16 scales (llama.cpp, ggml-common.h: block_q4_0 to block_q8_0).
+"""Block types of 32 weights with float16 scales (llama.cpp, ggml-common.h: block_q4_0 to block_q8_0, block_iq4_nl).
 
 Q4_0   d float16; 16 bytes: byte j holds the codes of weights j (lower half) and j + 16    w = d * (q - 8)
 Q4_1   d, m float16; 16 bytes                                                              w = d * q + m
 Q5_0   d float16; uint32 with bit 4 of the 32 codes; 16 bytes with bits 0 to 3             w = d * (q - 16)
 Q5_1   d, m float16; uint32; 16 bytes                                                      w = d * q + m
 Q8_0   d float16; 32 signed bytes                                                          w = d * q
+IQ4_NL as Q4_0                                                                             w = d * level[q]
 """
 
 from __future__ import annotations
@@ -70,4 +71,5 @@ OF_32 = (
     Of32("Q5_0", ("int5_signed", "int5"), SIZE, 22, SIZE, 8, bits=5),
     Of32("Q5_1", ("uint5",), SIZE, 24, SIZE, 9, bits=5, minimum=True),
     Of32("Q8_0", ("int8",), SIZE, 34, SIZE, 7, bits=8),
+    Of32("IQ4_NL", ("iq4_nl",), SIZE, 18, SIZE, 25, bits=4),
 )

@@ -286,16 +286,23 @@ int compress_rotate(const compress_hadamard *matrix, const void *x, void *y, con
     return m == 0 || width == 0 ? 0 : best().rotate(&rotation);
 }
 
+// Whether a table of levels has a size that fits, or none is given.
+static bool levels_fit(const float *levels, int64_t entries) {
+    return levels ? entries > 0 && entries <= COMPRESS_MOST_LEVELS : entries == 0;
+}
+
 int compress_round_columns(const compress_columns *columns) {
     const compress_columns &c = *columns;
     if (c.rows < 0 || c.columns < 0 || c.columns > COMPRESS_MOST_COLUMNS || c.threads < 1) return -1;
     if ((c.scale_stride && c.scale_stride < c.rows) || c.matrix_stride < c.columns || !c.old != !c.pivots) return -1;
+    if (!levels_fit(c.levels, c.entries) || (c.levels && c.zero)) return -1;
     return c.rows && c.columns ? best().round_columns(columns) : 0;
 }
 
 int compress_sum_groups(const compress_groups *groups) {
     const compress_groups &g = *groups;
     if (g.rows < 0 || g.groups < 0 || g.size < 0 || g.threads < 1 || !g.squares != !g.products) return -1;
+    if (!levels_fit(g.levels, g.entries) || (g.levels && g.zero)) return -1;
     return g.rows && g.groups ? best().sum_groups(groups) : 0;
 }
 

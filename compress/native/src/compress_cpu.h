@@ -139,8 +139,9 @@ COMPRESS_API int compress_rotate(const struct compress_hadamard *matrix, const v
                                  const float *bias, int64_t m, int64_t width, int64_t ldx, int32_t x_type, int32_t y_type,
                                  int32_t outputs, int32_t threads);
 
-// Columns of a weight that are rounded to integers one after the other; each one changes the later ones. All arrays of rows
-// are [columns][rows]. The code of w is clamp(round(w / scale + zero), lowest, highest), and its value (code - zero) * scale.
+// Columns of a weight that are rounded one after the other; each one changes the later ones. All arrays of rows are
+// [columns][rows]. The code of w is clamp(round(w / scale + zero), lowest, highest), and its value (code - zero) * scale. With
+// `levels`, the code is the index of the level nearest to w / scale (the lower one of two), and its value level * scale.
 // A sweep (`old` is NULL): w is the state, and state[j] -= matrix[i][j] * (state[i] - value) for the columns j after i.
 // A descent: w is old + state / pivots, and state[j] -= matrix[i][j] * (value - old).
 struct compress_columns {
@@ -153,7 +154,8 @@ struct compress_columns {
     float *codes, *values;
     float *moves;            // state - value, or value - old
     float *wanted;           // w, or NULL
-    int64_t rows, columns, scale_stride, matrix_stride;
+    const float *levels;     // [entries], ascending; NULL: integers
+    int64_t rows, columns, scale_stride, matrix_stride, entries;
     float lowest, highest;
     int32_t threads;
 };
@@ -164,15 +166,19 @@ struct compress_columns {
 // 0, or -1 for sizes that do not fit together.
 COMPRESS_API int compress_round_columns(const struct compress_columns *columns);
 
-// Sums over groups of weights that are rounded to integers as above, each column weighted by its importance h: of
-// h (value - w)^2, and, if these are not NULL, of h L^2 and h L w with L = code - zero.
+// Largest number of levels.
+#define COMPRESS_MOST_LEVELS 256
+
+// Sums over groups of weights that are rounded as above, each column weighted by its importance h: of h (value - w)^2, and,
+// if these are not NULL, of h L^2 and h L w with L = code - zero, or the level.
 struct compress_groups {
     const float *weights;     // [rows][groups][size]
     const float *scale;       // [rows][groups]
     const float *zero;        // like scale, or NULL
     const float *importance;  // [groups][size]
     float *error, *squares, *products;  // [rows][groups]
-    int64_t rows, groups, size;
+    const float *levels;      // [entries], ascending; NULL: integers
+    int64_t rows, groups, size, entries;
     float lowest, highest;
     int32_t threads;
 };

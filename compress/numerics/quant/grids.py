@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.native.columns import ScaledGrid
 from compress.numerics.quant.scales import (
     E8M0,
     DoubleScale,
@@ -128,6 +129,11 @@ class Grid(ABC):
     def integers(self) -> tuple[int, int] | None:
         """The lowest and highest code if code = clamp(round(w / scale + zero)) with the value (code - zero) * scale."""
         return None
+
+    def scaled(self, scale: Tensor, zero: Tensor | None) -> ScaledGrid | None:
+        """Describe the grid with these scales and zero points to the loops over columns; None if they lack its rule."""
+        limits = self.integers
+        return None if limits is None else ScaledGrid(limits, scale, zero)
 
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return the compute dtype for weights of `dtype`: `dtype` with plain float scales, otherwise float32."""
@@ -290,6 +296,9 @@ class LevelGrid(SymmetricGrid):
 
     levels: tuple[float, ...] = ()
 
+    def scaled(self, scale: Tensor, zero: Tensor | None) -> ScaledGrid | None:
+        return ScaledGrid((0, len(self.levels) - 1), scale, None, self.levels)
+
     @property
     def has_zero(self) -> bool:
         return 0.0 in self.levels
@@ -304,6 +313,20 @@ class LevelGrid(SymmetricGrid):
     @property
     def span(self) -> float:
         return max(map(abs, self.levels))
+
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.has_zero:  # the levels of a group of zeros are as small as the scales allow
+            high = high.clamp(min=torch.finfo(high.dtype).tiny)
+        below, above = -self.levels[0], self.levels[-1]
+        if below == above:
+            return super().fit(low, high, symmetric, dtype, shared)
+        # the least scale that reaches both ends, of the sign that allows the smaller one
+        upright = torch.maximum(-low / below, high / above)
+        mirrored = torch.maximum(-low / above, high / below)
+        scale = self.scaling.round(torch.minimum(upright, mirrored) * self.span, self.span, dtype, shared)
+        return torch.where(mirrored < upright, -scale, scale), None
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         levels = torch.tensor(self.levels, dtype=values.dtype, device=values.device)
@@ -384,6 +407,9 @@ NF4_LEVELS = (
 # The FP4 of bitsandbytes 0.50 (functional.py, get_4bit_type): 3 exponents, 1 bit of mantissa, over the largest value.
 FP4_BNB_POSITIVE = tuple(value / 12 for value in (0.0625, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0))
 FP4_BNB_LEVELS = (*(-value for value in reversed(FP4_BNB_POSITIVE)), 0.0, *FP4_BNB_POSITIVE)
+# The non-linear levels of llama.cpp's 4-bit i-quants (ggml-common.h, kvalues_iq4nl): close to the quantiles of a normal
+# distribution, in integers, and without a zero.
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_LEVELS = (*E2M1_POSITIVE, *(-v for v in E2M1_POSITIVE))
 # The largest float32 that rounds to each level except the last: the midpoint below an odd index, which gets no ties,
@@ -404,6 +430,7 @@ _GRIDS = (
     LevelGrid("nf4_dq", 4, NF4_LEVELS, scaling=DoubleScale()),
     IntGrid("int4_signed", 4, scaling=FloatScale(either_sign=True)),  # a scale of either sign, as Q4_0 of llama.cpp
     IntGrid("int5_signed", 5, scaling=FloatScale(either_sign=True)),
+    LevelGrid("iq4_nl", 4, IQ4_LEVELS, scaling=FloatScale(either_sign=True)),  # IQ4_NL of llama.cpp
     OffsetGrid("uint4", 4),
     OffsetGrid("uint5", 5),
     # k-quants of llama.cpp (ggml-common.h): super-blocks of 256 weights with 4-, 6- or 8-bit scales
@@ -412,6 +439,7 @@ _GRIDS = (
     OffsetGrid("uint4_k", 4, scaling=SuperBlock(8, 63, minima=True), group_size=32),
     OffsetGrid("uint5_k", 5, scaling=SuperBlock(8, 63, minima=True), group_size=32),
     IntGrid("int6_k", 6, scaling=SuperBlock(16, 127, -128), group_size=16),
+    LevelGrid("iq4_xs", 4, IQ4_LEVELS, scaling=SuperBlock(8, 31, -32), group_size=32),
     # SpQR (Dettmers 2023, arXiv 2306.03078), section 4: scales and minima in 3 bits for tiles of 16 rows x 16 columns
     *(OffsetGrid(f"uint{bits}_tile", bits, scaling=TileScale(16, 3), group_size=16) for bits in (2, 3, 4)),
     LevelGrid("nf4_bnb_dq", 4, NF4_LEVELS, scaling=DynamicDoubleScale()),

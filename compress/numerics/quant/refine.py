@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.native import columns as native
-from compress.native.columns import Integers
 from compress.numerics.column_sweep import PART
 from compress.numerics.quant.codes import Codes, store
 
@@ -214,9 +213,9 @@ class _Descent:
             grid.decode(self.codes[columns], scale, zero).float(),
             None if self.keep is None else self.keep[columns],
         )
-        if grid.integers is not None and native.usable(slope):
-            integers = Integers(*grid.integers, scale, zero)
-            rounded = native.descend(slope, old, matrix, matrix.diagonal(), integers, keep)
+        scaled = grid.scaled(scale, zero)
+        if scaled is not None and native.usable(slope, scaled):
+            rounded = native.descend(slope, old, matrix, matrix.diagonal(), scaled, keep)
             codes, moves = rounded.codes, rounded.moves
         else:
             codes = torch.empty_like(slope)

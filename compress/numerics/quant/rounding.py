@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.native import columns as native
-from compress.native.columns import Integers
 from compress.numerics.column_sweep import sweep, sweep_bytes
 from compress.numerics.linalg import factor_bytes
 from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, store
@@ -194,12 +193,12 @@ class Rounding:
     def compress_part(
         self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]
     ) -> tuple[Tensor, Tensor] | None:
-        limits, columns = self.grid.integers, slice(column, column + len(values))
-        if limits is None or len(values) > native.MAX_COLUMNS or not native.usable(values):
-            return None
+        columns = slice(column, column + len(values))
         scale, zero = self._scales_of(columns)
         shape = values.shape[-scale.dim() :]
-        grid = Integers(*limits, scale.expand(shape), None if zero is None else zero.expand(shape))
+        grid = self.grid.scaled(scale.expand(shape), None if zero is None else zero.expand(shape))
+        if grid is None or len(values) > native.MAX_COLUMNS or not native.usable(values, grid):
+            return None
         keep = None if self.keep is None else self.keep[columns]
         rounded = native.sweep(values, ratios, grid, keep, self._targets is not None)
         if self._targets is not None and rounded.targets is not None:

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compress.native import columns as native
-from compress.native.columns import Integers
 from compress.numerics.quant.grids import Grid
 
 CUTS = tuple(-1 + 0.2 * step for step in range(20))
@@ -67,12 +66,12 @@ class WeightedSearch:
         shared: Tensor | None,
         signed: bool = False,
     ) -> None:
-        self._at_once = grid.integers is not None and native.usable(parts)
-        self.parts = parts.contiguous() if self._at_once else parts  # not copied again for every range
         self.importance, self.grid, self.symmetric = importance, grid, symmetric
         self.dtype, self.shared, self.signed = dtype, shared, signed or grid.scaling.signed
         self._error = torch.full(parts.shape[:2], math.inf, device=parts.device)
         self._scale, self._zero = torch.ones_like(self._error), None if symmetric else torch.zeros_like(self._error)
+        self._at_once = native.usable(parts, grid.scaled(self._scale, self._zero))
+        self.parts = parts.contiguous() if self._at_once else parts  # not copied again for every range
 
     def best(self) -> tuple[Tensor, Tensor | None]:
         """Try all ranges: each one unchanged, then the regression on its codes."""
@@ -105,9 +104,9 @@ class WeightedSearch:
 
     def _summed(self, scale: Tensor, zero: Tensor | None, with_sums: bool) -> Sums:
         """Compute the error of each group, then the sums."""
-        limits = self.grid.integers
-        if self._at_once and limits is not None:
-            return native.group_sums(self.parts, self.importance, Integers(*limits, scale, zero), with_sums)
+        scaled = self.grid.scaled(scale, zero)
+        if self._at_once and scaled is not None:
+            return native.group_sums(self.parts, self.importance, scaled, with_sums)
         chunk = CHUNK if self.parts.device.type == "cpu" else GPU_CHUNK
         count = max(1, chunk // self.parts[0].numel())
         chunk_sums = [

@@ -27,6 +27,7 @@ from compress.errors import ModelError, RecipeError, SaveError, SeveralErrors, T
 from compress.layers.linear import CompressedLinear
 
 GRIDS = {"int4": "Q4_0", "int4_signed": "Q4_0", "uint4": "Q4_1", "int5_signed": "Q5_0", "uint5": "Q5_1", "int8": "Q8_0"}
+GRIDS["iq4_nl"] = "IQ4_NL"
 GROUPS = {"group_size": 32}
 
 
@@ -82,7 +83,9 @@ def test_the_file_holds_the_codes_bit_for_bit_and_transformers_reads_it(grid, re
     assert theirs["token_embd.weight"].tensor_type.name == "Q8_0"  # 128 is no multiple of 256, which Q6_K needs
 
 
-@pytest.mark.parametrize("grid", [pytest.param("uint2_k", marks=pytest.mark.slow), "uint4_k", "int3_k", "int6_k"])
+@pytest.mark.parametrize(
+    "grid", [pytest.param("uint2_k", marks=pytest.mark.slow), "uint4_k", "int3_k", "int6_k", "iq4_xs"]
+)
 def test_super_blocks_are_stored_as_they_are(grid, wide, recipe, tmp_path):
     step = RTN(weights=grid, scale="mse")
     made = compress.run(recipe(step, model=wide, save={"format": "gguf"}, eval=None), tmp_path, progress=False)

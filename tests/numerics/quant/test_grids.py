@@ -55,11 +55,20 @@ def test_names_and_bits_agree():
     assert len(NF4_LEVELS) == 16
     assert len(set(E2M1_LEVELS)) == 15  # -0 and 0 are one value
     assert all(GRIDS[name].bits == 4 for name in ("fp4_e2m1_pow2", "mxfp4", "nvfp4", "nf4_dq"))
-    fixed = {"mxfp4": 32, "nvfp4": 16, "uint2_k": 16, "int3_k": 16, "uint4_k": 32, "uint5_k": 32, "int6_k": 16}
+    fixed = {
+        "mxfp4": 32,
+        "nvfp4": 16,
+        "uint2_k": 16,
+        "int3_k": 16,
+        "uint4_k": 32,
+        "uint5_k": 32,
+        "int6_k": 16,
+        "iq4_xs": 32,
+    }
     fixed |= dict.fromkeys(("uint2_tile", "uint3_tile", "uint4_tile"), 16)
     assert {grid.name: grid.group_size for grid in ALL if grid.group_size} == fixed
     assert {grid.name: grid.block for grid in ALL if grid.block > 1} == {
-        n: 256 if n.endswith("_k") else 16 for n in fixed if n.endswith(("_k", "_tile"))
+        n: 16 if n.endswith("_tile") else 256 for n in fixed if n.endswith(("_k", "_xs", "_tile"))
     }
 
 
@@ -105,12 +114,14 @@ def test_an_asymmetric_range_always_holds_zero(values, zero):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grid", PLAIN, ids=by_name)
-def test_a_group_of_zeros_gets_the_eps_of_the_storage_dtype(grid, dtype):
+def test_a_group_of_zeros_stays_zero_or_nearly_so(grid, dtype):
     for symmetric in (True, False) if isinstance(grid, IntGrid) else (True,):
         scale, zero = grid.fit(torch.zeros(2), torch.zeros(2), symmetric, dtype)
-        assert scale.tolist() == [torch.finfo(dtype).eps] * 2
-        codes = grid.encode(torch.zeros(2), scale, zero)
-        assert (grid.decode(codes, scale, zero).tolist() == [0, 0]) == grid.has_zero
+        values = grid.decode(grid.encode(torch.zeros(2), scale, zero), scale, zero)
+        if grid.has_zero:
+            assert scale.tolist() == [torch.finfo(dtype).eps] * 2 and values.tolist() == [0, 0]
+        else:
+            assert 0 < float(values.abs().max()) < 1e-7
 
 
 @pytest.mark.parametrize("grid", PLAIN, ids=by_name)
@@ -240,6 +251,8 @@ def test_the_ends_of_the_fitted_range_are_met_within_half_a_step(grid):
     values = torch.tensor([[-1.0, 0.3, 1.0]])
     actual = quantize(values, grid, "channel", not grid.offset)
     half = actual.scale * 0.5 if isinstance(grid, IntGrid) or grid.offset or grid.scaling != FloatScale() else 1e-6
+    if grid.name.startswith("iq4"):  # one end is a level, and the other one lies between -127 and -104
+        half = actual.scale.abs() * (127 - 104) / 2
     slack = 1e-5 if grid.block == 1 else 2**-11  # the step of a super-block is rounded to float16
     assert ((actual.dense() - values).abs()[:, [0, 2]] <= half + slack).all()
 
@@ -247,9 +260,19 @@ def test_the_ends_of_the_fitted_range_are_met_within_half_a_step(grid):
 @pytest.mark.parametrize("grid", OTHERS, ids=by_name)
 def test_tables_and_floats_have_no_zero_point(grid):
     assert grid.symmetric_only
-    assert grid.fit(torch.tensor(-1.0), torch.tensor(2.0), False, torch.float32)[1] is None
+    assert grid.fit(torch.tensor([[-1.0]]), torch.tensor([[2.0]]), False, torch.float32)[1] is None
     zero = grid.encode(torch.tensor([0.0]), torch.tensor(1.0), None)
-    assert (grid.decode(zero, torch.tensor(1.0), None).tolist() == [0.0]) == grid.has_zero == (grid.name != "binary")
+    assert (grid.decode(zero, torch.tensor(1.0), None).tolist() == [0.0]) == grid.has_zero
+    assert grid.has_zero == (grid.name not in ("binary", "iq4_nl", "iq4_xs"))
+
+
+def test_levels_that_reach_further_on_one_side_turn_to_the_longer_end():
+    """-127 to 113: a scale of either sign reaches both ends; the smaller one is taken."""
+    grid = GRIDS["iq4_nl"]
+    assert fit(grid, [-254.0, 3.0]) == (2.0, None) and fit(grid, [-3.0, 254.0]) == (-2.0, None)
+    assert fit(grid, [-226.0, 226.0]) == (2.0, None)
+    actual = quantize(torch.tensor([[-3.0, 208.0, 254.0, -226.0]]), grid, "channel")
+    assert actual.dense().tolist() == [[-2.0, 208.0, 254.0, -226.0]]
 
 
 def test_ternary_and_binary_by_hand():

@@ -169,7 +169,14 @@ def test_double_quantization_errs_by_half_a_step_of_its_block_at_most():
 
 def test_what_has_no_shared_numbers_is_told_so():
     weight = random(3, 64)
-    blocks = {"uint2_k": 6, "int3_k": 3, "uint4_k": 6, "uint5_k": 6, "int6_k": 3}  # steps of scales and of minima
+    blocks = {
+        "uint2_k": 6,
+        "int3_k": 3,
+        "uint4_k": 6,
+        "uint5_k": 6,
+        "int6_k": 3,
+        "iq4_xs": 3,
+    }  # steps of scales and of minima
     for name, grid in GRIDS.items():
         tiles = dict.fromkeys(("uint2_tile", "uint3_tile", "uint4_tile"), 4 * 4)  # four numbers of four tiles
         count = {"nvfp4": 1, "nf4_dq": 2, "nf4_bnb_dq": 2, "fp4_bnb_dq": 2, **blocks, **tiles}.get(name)

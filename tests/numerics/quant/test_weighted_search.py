@@ -63,7 +63,7 @@ def test_columns_without_importance_do_not_move_the_scale():
         assert dense(weight, "int4", "channel", importance)[0, 4].item() == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["int4_signed", "uint4_k", "int6_k"])
+@pytest.mark.parametrize("name", ["int4_signed", "uint4_k", "int6_k", "iq4_xs"])
 def test_the_search_in_small_chunks_finds_the_same(monkeypatch, name):
     weight, importance = random(9, 256) ** 3, random(256, seed=1).exp()
     expected = dense(weight, name, GRIDS[name].group_size or 32, importance)

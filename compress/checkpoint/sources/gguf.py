@@ -1,7 +1,7 @@
 """Read GGUF files as models: convert a file once to a folder of safetensors in the user's cache, and open that folder.
 
 transformers and the `gguf` package of the format's owners read the file. Dequantizing needs the whole model in memory
-and takes half a minute. It therefore runs once, in a separate process (`checkpoint.sources.child_process`).
+and takes half a minute. It therefore runs once, in a separate process (`models.child_process`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from filelock import FileLock
 
 from compress.checkpoint.containers.files import file_sha256
 from compress.checkpoint.containers.safetensors import write_shard
-from compress.checkpoint.sources.child_process import run_function
 from compress.checkpoint.sources.gguf_contents import (
     check_keys,
     check_none_missing,
@@ -29,6 +28,7 @@ from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.narrow import record_narrow
 from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import ModelError
+from compress.models.child_process import run_function
 
 CONVERTED = "compress/gguf-4"  # the number changes when the content of a folder does
 

@@ -182,6 +182,7 @@ TENSOR_FILES = {
     "compress.checkpoint.writer": "the only code that writes a model",
     "compress.checkpoint.containers.safetensors": "the container of shards",
     "compress.checkpoint.containers.gguf": "the container of one-file checkpoints",
+    "compress.checkpoint.sources.gguf_parts": "merges the parts of a file of another program",
     "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
     "compress.evaluate.divergence": "logits of the original model",
     "compress.sweep.store": "activations between blocks",

@@ -25,6 +25,7 @@ from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narr
 from compress.checkpoint.layers import StoredLayers, check_finite
 from compress.checkpoint.sources.files import autogptq_config, fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import check_none_unread, lacking, match
@@ -118,7 +119,7 @@ class Checkpoint:
         Raises:
             ModelError: if the source does not exist, or cannot be fetched or converted.
         """
-        if isinstance(source, Path) and source.suffix != ".gguf":
+        if isinstance(source, Path) and gguf_of(source) is None:
             folder = source
             if not folder.is_dir():
                 raise ModelError(f"model: no folder {folder}")

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock, Timer
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -150,7 +150,7 @@ def serve() -> None:
         _write_line(output, json.dumps(answer))
 
 
-def _write_line(output: TextIO, line: str) -> None:
+def _write_line(output: IO[str], line: str) -> None:
     output.write(line + "\n")
     output.flush()
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_model
+from compress.checkpoint.sources.gguf_parts import gguf_of, parts_of
 from compress.errors import RecipeError
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import compressed_ends
@@ -109,9 +110,9 @@ def source_bytes(opened: OpenModel) -> int | None:
 
     A .gguf file counts as it is, also if its dequantized weights are read from a cache.
     """
-    path = Path(expanduser(opened.source))
-    if path.suffix == ".gguf" and path.is_file():
-        return path.stat().st_size
+    file = gguf_of(opened.source)
+    if file is not None and file.is_file():
+        return sum(part.stat().st_size for part in parts_of(file))
     checkpoint = opened.weights.checkpoint
     if checkpoint is None:
         return None

@@ -15,6 +15,7 @@ from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.gguf_parts import gguf_of, parts_of
+from compress.checkpoint.sources.vocabulary import with_vocabulary_of
 from compress.errors import RecipeError
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import compressed_ends
@@ -81,7 +82,8 @@ def open_teacher(
     recipe: Recipe, opened: OpenModel, source: str | None = None
 ) -> AbstractContextManager[PreTrainedModel]:
     """Open a teacher by its source; None: the uncompressed model, also if the run starts with a compressed one."""
-    return open_source(original_of(recipe.model) if source is None else source, recipe, opened)
+    teacher = open_source(original_of(recipe.model) if source is None else source, recipe, opened)
+    return with_vocabulary_of(opened.config, teacher)
 
 
 def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:

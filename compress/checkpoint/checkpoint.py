@@ -38,7 +38,7 @@ from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
-from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, to_device
+from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, reads_weight, to_device
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
@@ -382,7 +382,9 @@ class Checkpoint:
         """
         if self.dtype is not torch.float32:
             return {}
-        files, ends = self.tensors.files, {f"{end.embedding or end.head}.weight": end for end in find_ends(model)}
+        ends_by_name = {f"{end.embedding or end.head}.weight": end for end in find_ends(model)}
+        ends = {n: end for n, end in ends_by_name.items() if not any(reads_weight(model, part) for part in end.names)}
+        files = self.tensors.files
         places = {name: files[name] for name in ends if name in files and files[name].path.suffix == ".safetensors"}
         return {name: ends[name] for name, place in places.items() if SAFETENSORS.get(place.header.dtype) in NARROW}
 

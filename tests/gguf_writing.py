@@ -53,13 +53,14 @@ def write_tokenizer(writer, folder: str):
     writer.add_eos_token_id(0)
 
 
-def write_pico(pico: str, path: Path, kind: str, architecture: str = "llama", without=(), extra=None, keys=None):
+def write_pico(pico: str, path: Path, kind: str, architecture="llama", without=(), extra=None, keys=None, **options):
     """Write the pico model, its matrices in a block type or, for F32, as they are.
 
     without: names of tensors that are left out. extra: arrays of other tensors by name. keys: other values by key.
+    options: of `GGUFWriter`, such as `split_max_tensors`.
     """
     model = AutoModelForCausalLM.from_pretrained(pico)
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), architecture, **options)
     writer.add_block_count(3)
     writer.add_context_length(512)
     writer.add_embedding_length(128)

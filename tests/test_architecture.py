@@ -145,16 +145,19 @@ NAME_POLICIES = (f"{PACKAGE}.passes.cache", f"{PACKAGE}.checkpoint.formats")
 
 ENVIRONMENT = {
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
-    "compress.checkpoint.sources.child_process": "hands the environment on, without relative places of modules",
+    "compress.models.child_process": "hands the environment on, without relative places of modules",
     "compress.native.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
 }
 CHILDREN = {
-    "compress.checkpoint.sources.child_process:run_function": "leaves untrusted places out of the path of the process"
+    "compress.models.child_process:run_function": "leaves untrusted places out of the path of the process",
+    "compress.models.child_process:start_function": "as run_function",
+    "compress.models.child_process:_command": "the command of both",
 }
 """'module:function' that starts processes, and why."""
 BROAD = {
     "compress.passes.contract.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
+    "compress.models.chat_template:serve": "templates of others may raise anything; told as one line",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.pipeline.finish:measure": "reports what was measured before an evaluator failed, and raises its error",
     "compress.pipeline.evaluation:reported_on_failure": "reports what was measured whatever happened, and raises on",
@@ -179,6 +182,7 @@ TENSOR_FILES = {
     "compress.checkpoint.writer": "the only code that writes a model",
     "compress.checkpoint.containers.safetensors": "the container of shards",
     "compress.checkpoint.containers.gguf": "the container of one-file checkpoints",
+    "compress.checkpoint.sources.gguf_parts": "merges the parts of a file of another program",
     "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
     "compress.evaluate.divergence": "logits of the original model",
     "compress.sweep.store": "activations between blocks",
@@ -559,6 +563,18 @@ def lu_factors(tree: ast.AST) -> list[str]:
     return found
 
 
+RENDERER = "compress.models.chat_template"
+"""The module that renders chat templates, within limits."""
+
+
+def template_calls(tree: ast.AST) -> list[str]:
+    """Attributes and imports of functions of transformers that render chat templates without limits."""
+    names = {"apply_chat_template", "render_jinja_template"}
+    calls = [node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")]
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [name for name in (*calls, *imports) if name in names]
+
+
 MODEL_TYPES = {re.sub(r"[-_]", "", name.lower()) for name in CONFIG_MAPPING_NAMES} - ORDINARY
 
 
@@ -865,6 +881,10 @@ def test_a_handler_catches_few_classes():
     holds(lambda m: () if m in MANY_CAUGHT else many_caught(tree_of(m)), "raise a typed error, or use call_foreign")
 
 
+def test_chat_templates_are_rendered_within_limits():
+    holds(lambda m: [] if m == RENDERER else template_calls(tree_of(m)), "use render_chat")
+
+
 def test_only_one_matrix_at_a_time_has_lu_factors():
     def rule(module):
         return [place for place in lu_factors(tree_of(module)) if f"{module}:{place.partition(':')[0]}" != SOLVER]
@@ -1008,6 +1028,7 @@ def test_no_exception_has_outlived_its_reason():
     for place in BROAD:
         module, _, function = place.partition(":")
         assert function in broad_excepts(tree_of(module))
+    assert template_calls(tree_of(RENDERER))
     module, _, function = SOLVER.partition(":")
     assert any(place.startswith(f"{function}: ") for place in lu_factors(tree_of(module)))
     for module in MANY_IMPORTS:
@@ -1065,6 +1086,8 @@ def test_no_exception_has_outlived_its_reason():
         (unsafe_readers, "import yaml\nyaml.load(text, Loader=yaml.Loader)"),
         (unsafe_readers, "np.load(path, allow_pickle=True)"),
         (lu_factors, "def f(m):\n    return torch.linalg.solve_ex(m, m)"),
+        (template_calls, "tokenizer.apply_chat_template(messages)"),
+        (template_calls, "from transformers.utils.chat_template_utils import render_jinja_template"),
         (lu_factors, "from torch.linalg import inv"),
         (lu_factors, "solve = torch.linalg.lu_factor"),
         (lu_factors, "x = matrix.inverse()"),

@@ -25,6 +25,7 @@ from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narr
 from compress.checkpoint.layers import StoredLayers, check_finite
 from compress.checkpoint.sources.files import autogptq_config, fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import check_none_unread, lacking, match
@@ -37,7 +38,7 @@ from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
-from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, to_device
+from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, reads_weight, to_device
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
@@ -118,7 +119,7 @@ class Checkpoint:
         Raises:
             ModelError: if the source does not exist, or cannot be fetched or converted.
         """
-        if isinstance(source, Path) and source.suffix != ".gguf":
+        if isinstance(source, Path) and gguf_of(source) is None:
             folder = source
             if not folder.is_dir():
                 raise ModelError(f"model: no folder {folder}")
@@ -381,7 +382,9 @@ class Checkpoint:
         """
         if self.dtype is not torch.float32:
             return {}
-        files, ends = self.tensors.files, {f"{end.embedding or end.head}.weight": end for end in find_ends(model)}
+        ends_by_name = {f"{end.embedding or end.head}.weight": end for end in find_ends(model)}
+        ends = {n: end for n, end in ends_by_name.items() if not any(reads_weight(model, part) for part in end.names)}
+        files = self.tensors.files
         places = {name: files[name] for name in ends if name in files and files[name].path.suffix == ".safetensors"}
         return {name: ends[name] for name, place in places.items() if SAFETENSORS.get(place.header.dtype) in NARROW}
 

@@ -16,6 +16,7 @@ from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.layers.linear import LINEARS, CompressedLinear, linears, replace_linear
 from compress.layers.shared_input import SharedInput
 from compress.layers.transforms.rounding import InputRounding
+from compress.models.computation import reads_weight
 from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import find_ends, replace_end
 from compress.native.library import available, library
@@ -36,8 +37,10 @@ def keeps_narrow(dtype: torch.dtype, device: torch.device) -> bool:
 def narrow_weights(model: PreTrainedModel, present: Collection[str]) -> list[str]:
     """The names of the dense weights of linears and of the ends of a model, among those present."""
     names = [f"{name}.weight" for name, module in linears(model).items() if isinstance(module, LINEARS)]
-    names += [f"{name}.weight" for end in find_ends(model) for name in end.names]
-    return [name for name in dict.fromkeys(names) if name in present]
+    for end in find_ends(model):
+        names += [f"{name}.weight" for name in end.names if not any(reads_weight(model, part) for part in end.names)]
+    read_directly = {f"{name}.weight" for name in linears(model) if reads_weight(model, name)}
+    return [name for name in dict.fromkeys(names) if name in present and name not in read_directly]
 
 
 def put_narrow(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os.path import expanduser
 from pathlib import Path
@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
 from compress.checkpoint.sources.files import autogptq_config
+from compress.checkpoint.sources.gguf_parts import gguf_of, open_parts, parts_of
 from compress.checkpoint.sources.stored import Place, read_stored, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
@@ -105,8 +105,8 @@ def inspect(source: str | Path, values: bool = False) -> Inspection:
     values: also read the weights, to count zeros. Raises ModelError.
     """
     path = Path(expanduser(source))
-    if path.suffix == ".gguf":
-        return _inspect_gguf(path)
+    if (file := gguf_of(path)) is not None:
+        return _inspect_gguf(file)
     if path.is_file() and path.suffix == ".safetensors":
         return _inspect_files(str(source), path.parent, {}, stored_in(path), values)
     if not path.is_dir():
@@ -235,25 +235,24 @@ def _inspect_gguf(path: Path) -> Inspection:
         import gguf  # noqa: F401  an optional dependency
     except ImportError as error:
         raise ModelError(f"model: {path} needs the package gguf; install the extra: compress-llm[gguf]") from error
-    if not path.is_file():
-        raise ModelError(f"model: no file {path}")
+    parts = parts_of(path)
     try:
-        stated, modules = call_foreign(_gguf_modules, path)
+        stated, modules = call_foreign(_gguf_modules, parts)
     except CannotRun as error:
         raise ModelError(
             f"model: {path} is truncated or not a GGUF file ({one_line(error.cause)}); fetch it again"
         ) from error
-    return Inspection(str(path), f"GGUF{stated}", {path.name: path.stat().st_size}, modules)
+    return Inspection(str(path), f"GGUF{stated}", {part.name: part.stat().st_size for part in parts}, modules)
 
 
-def _gguf_modules(path: Path) -> tuple[str, list[Module]]:
+def _gguf_modules(paths: Sequence[Path]) -> tuple[str, list[Module]]:
     """Return the architecture, as an addition to a title, and the tensors of a GGUF file."""
     from gguf import GGML_QUANT_SIZES
 
-    reader = open_reader(path)
-    architecture = reader.get_field("general.architecture")
+    readers = open_parts(paths)
+    architecture = readers[0].get_field("general.architecture")
     modules = []
-    for tensor in reader.tensors:
+    for tensor in (tensor for reader in readers for tensor in reader.tensors):
         block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
         kind, shape = tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape))
         group, weights = (block if block > 1 else None), int(tensor.n_elements)

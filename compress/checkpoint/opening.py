@@ -14,6 +14,7 @@ from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer, unread_files
+from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import commit_of, fetch_code, folder_of
 from compress.checkpoint.sources.narrow import narrow_dtype
 from compress.checkpoint.sources.stored import weight_files
@@ -63,7 +64,7 @@ def open_for_plan(
     Raises:
         ModelError: for a model that is not found, damaged or not supported.
     """
-    folder = None if source.endswith(".gguf") else folder_of(source, weights=False)
+    folder = None if gguf_of(source) is not None else folder_of(source, weights=False)
     if folder is None or _has_weights(folder):
         return open_model(source, dtype, None, trust_remote_code, masks, codes)
     if trust_remote_code:

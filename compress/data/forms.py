@@ -17,7 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from compress.errors import CalibrationError, CannotRun, call_foreign
+from compress.errors import CalibrationError, CannotRun
+from compress.models.chat_template import render_chat
 
 SPEAKERS = {
     "human": "user",
@@ -149,19 +150,14 @@ class RowReader:
         if not self.templated or self.tokenizer is None:
             return Document("\n".join(f"{m['role']}: {m['content']}" for m in messages), form)
         try:
-            text = call_foreign(
-                self.tokenizer.apply_chat_template,
-                [dict(m) for m in messages],
-                chat_template=self.template,
-                tokenize=False,
-            )
+            text = render_chat(self.tokenizer, messages, self.template)
         except CannotRun as error:
             reason = " ".join(str(error.cause).split())
             raise CalibrationError(
                 f"{place}: the chat template refuses the conversation ({reason}); remove the row, or give another "
                 "template (chat_template: FILE)"
             ) from error
-        return Document(str(text), form, True)
+        return Document(text, form, True)
 
 
 def _of_instruction(row: Mapping[str, Any]) -> Messages:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
+from compress.models.chat_template import prompt_inputs
 from compress.models.kinds.kinds import answers_prompts, prompt_length
 from compress.numerics.statistics import mean
 
@@ -157,13 +159,9 @@ def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[s
 
     Raises:
         NumericError: for logits that are NaN.
+        ModelError: for a chat template that cannot be rendered.
     """
-    if tokenizer.chat_template is None:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    else:
-        chat = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = inputs["input_ids"].to(model.device)
+    ids = cast("Tensor", prompt_inputs(tokenizer, prompt)["input_ids"]).to(model.device)
     run: Any = model.generate
     with torch.no_grad():
         output = run(

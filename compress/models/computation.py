@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dis import get_instructions
+from inspect import unwrap
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -103,6 +106,22 @@ def kept_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     except AttributeError:  # a tensor of the files that belongs to no module, such as codes
         return dtype
     return torch.float32 if dtype in marks.get(leaf, ()) else dtype
+
+
+def reads_weight(model: nn.Module, name: str) -> bool:
+    """Return whether a forward pass reads the weight of a layer itself, as in `x.to(self.lm_head.weight.dtype)`.
+
+    Such a weight must have the dtype of the computation. The code of the module that holds the layer is searched.
+
+    Args:
+        name: of the layer.
+    """
+    owner, _, leaf = name.rpartition(".")
+    functions = [getattr(type(model.get_submodule(owner)), key) for key in dir(type(model.get_submodule(owner)))]
+    forwards = [unwrap(f) for f in functions if callable(f) and "forward" in getattr(f, "__name__", "")]
+    codes = [f.__code__ for f in forwards if hasattr(f, "__code__")]
+    loads = ([i.argval for i in get_instructions(code)] for code in codes)
+    return any((leaf, "weight") in pairwise(names) for names in loads)
 
 
 STORAGE = "compress_storage"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.errors import ModelError
+from compress.models.chat_template import prompt_inputs
 from compress.models.kinds.kinds import answers_prompts, described, prompt_length
 
 
@@ -77,7 +78,8 @@ def generate_text(
         on_text: Receives the text while it is generated.
 
     Raises:
-        ModelError: for a model that generates no text or has no tokenizer, and for a prompt that is empty or no text.
+        ModelError: for a model that generates no text or has no tokenizer, for a prompt that is empty or no text, and
+            for a chat template that cannot be rendered.
     """
     answering = answering or Answering()
     try:
@@ -91,11 +93,7 @@ def generate_text(
         )
     if tokenizer is None:
         raise ModelError(f"model: {source} has no tokenizer; add its tokenizer files to the folder")
-    if answering.plain or tokenizer.chat_template is None:
-        inputs: Any = tokenizer(prompt, return_tensors="pt")
-    else:
-        chat = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs: Any = prompt_inputs(tokenizer, prompt, answering.plain)
     if inputs["input_ids"].shape[1] == 0:
         raise ModelError("prompt: is empty; write some text")
     torch.manual_seed(answering.seed)

@@ -17,7 +17,7 @@ from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.supported import check_supported
-from compress.checkpoint.sources.vocabulary import check_kind, check_teacher
+from compress.checkpoint.sources.vocabulary import check_kind, check_teacher, with_vocabulary_of
 from compress.errors import ModelError, TargetError
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears, scheme_of, shape_of
@@ -510,7 +510,8 @@ def teachers(
 
     def open_teacher(source_name: str | None) -> AbstractContextManager[nn.Module]:
         if source_name is not None:
-            return open_model(source_name, device=opened.device, masks="forget").streaming()
+            teacher = open_model(source_name, device=opened.device, masks="forget").streaming()
+            return with_vocabulary_of(model.config, teacher)
         assert default_teacher is not None
         return nullcontext(default_teacher.eval())
 

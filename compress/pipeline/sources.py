@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_model
+from compress.checkpoint.sources.gguf_parts import gguf_of, parts_of
+from compress.checkpoint.sources.vocabulary import with_vocabulary_of
 from compress.errors import RecipeError
 from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import compressed_ends
@@ -80,7 +82,8 @@ def open_teacher(
     recipe: Recipe, opened: OpenModel, source: str | None = None
 ) -> AbstractContextManager[PreTrainedModel]:
     """Open a teacher by its source; None: the uncompressed model, also if the run starts with a compressed one."""
-    return open_source(original_of(recipe.model) if source is None else source, recipe, opened)
+    teacher = open_source(original_of(recipe.model) if source is None else source, recipe, opened)
+    return with_vocabulary_of(opened.config, teacher)
 
 
 def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
@@ -109,9 +112,9 @@ def source_bytes(opened: OpenModel) -> int | None:
 
     A .gguf file counts as it is, also if its dequantized weights are read from a cache.
     """
-    path = Path(expanduser(opened.source))
-    if path.suffix == ".gguf" and path.is_file():
-        return path.stat().st_size
+    file = gguf_of(opened.source)
+    if file is not None and file.is_file():
+        return sum(part.stat().st_size for part in parts_of(file))
     checkpoint = opened.weights.checkpoint
     if checkpoint is None:
         return None

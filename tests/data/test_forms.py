@@ -125,6 +125,14 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
         RowReader(tokenizer, template=strict).document(MESSAGES, "row 3")
 
 
+def test_a_template_without_end_is_named(tokenizer):
+    endless = "{{ 'a' * 10 ** 10 }}"
+    with pytest.raises(
+        CalibrationError, match=r"row 3: the chat template refuses.*more than 1 GiB.*chat_template: FILE"
+    ):
+        RowReader(tokenizer, template=endless).document(MESSAGES, "row 3")
+
+
 @pytest.mark.parametrize(
     ("row", "column", "blank"),
     [

@@ -364,6 +364,51 @@ def test_another_model_can_be_the_teacher(pico_model, tmp_path, pico_ids):
     assert first == pytest.approx(before, rel=0.1)
 
 
+def padded(pico, folder, rows, keep_tokenizer=True):
+    """Write the pico model with further rows of its embedding, which no token has, and return its folder."""
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    model.resize_token_embeddings(1024 + rows, mean_resizing=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1024:] = 0.5  # likely outputs
+    model.save_pretrained(folder)
+    if keep_tokenizer:
+        AutoTokenizer.from_pretrained(pico).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("top_k", [None, 16])
+def test_a_teacher_with_further_rows_is_cut_to_the_vocabulary(top_k, pico, pico_ids, tmp_path):
+    source = padded(pico, tmp_path / "teacher", 64)
+
+    def first_loss(teacher):
+        model, journal = AutoModelForCausalLM.from_pretrained(pico), Journal()
+        model.name_or_path = pico
+        step = Distill(steps=1, batch=6, teacher=teacher, top_k=top_k)
+        compress.apply(
+            model,
+            [compress.RTN(**RTN3), step],
+            pico_ids,
+            journal=journal,
+            tokenizer=AutoTokenizer.from_pretrained(pico),
+        )
+        return next(e for e in journal.entries if e.message == "trained").figures["first_loss"]
+
+    assert first_loss(source) == pytest.approx(first_loss(pico), rel=1e-5)
+
+
+def test_a_recipe_takes_a_padded_teacher(pico, recipe, tmp_path):
+    asked = recipe(compress.RTN(**RTN3), Distill(teacher=padded(pico, tmp_path / "padded", 64), steps=1))
+    assert compress.plan(asked)
+    for source, rows in (
+        (padded(pico, tmp_path / "bare", 64, False), 1088),
+        (padded(pico, tmp_path / "fewer", -8), 1016),
+    ):
+        with pytest.raises(
+            ModelError, match=f"has a vocabulary of {rows} tokens, the model of 1024; use a teacher with"
+        ):
+            compress.plan(recipe(compress.RTN(**RTN3), Distill(teacher=source)))
+
+
 def test_a_teacher_with_another_tokenizer_is_refused_before_any_work(recipe, tiny_folder, tmp_path):
     asked = recipe(compress.RTN(**RTN3), Distill(teacher=tiny_folder("llama")))
     with pytest.raises(ModelError, match="has a vocabulary of 64 tokens, the model of 1024; use a teacher"):

@@ -199,6 +199,12 @@ def test_what_cannot_be_narrowed_is_said_before_any_work(recipe, options, messag
         plan(recipe(Narrow(**options)))
 
 
+def test_the_only_key_value_head_stays(small, ids):
+    model = small(num_key_value_heads=1)
+    with pytest.raises(TargetError, match="heads: all heads of the model share 1 key-value head.*leave heads out"):
+        compress.apply(model, [Narrow(heads=0.5)], ids())
+
+
 def test_hidden_widths_that_heads_do_not_divide(recipe):
     with pytest.raises(
         ModelError,

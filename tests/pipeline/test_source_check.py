@@ -1,8 +1,10 @@
 """Before any work, a run compares the outputs of its model with those of transformers."""
 
 import pytest
+import torch
 
 import compress
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.tensors import StoredTensors
 from compress.errors import ModelError
 from compress.passes.contract.journal import Journal
@@ -39,3 +41,16 @@ def test_what_is_not_compared_is_told(recipe, tmp_path):
     again = recipe({"kv_cache": {}}, model=str(tmp_path / "first"), save={"format": "native"})
     compress.run(again, tmp_path / "out", progress=False, journal=journal)
     assert notes(journal) == ["its outputs were not compared with those of transformers: it is in format native"]
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_a_head_whose_dtype_the_model_reads_is_computed_in_that_of_the_computation(family, tiny, ids, tmp_path):
+    """Mamba casts hidden states to the dtype of its head, which stays in 16 bits in other models."""
+    model = tiny(family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    expected = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32)
+    opened = open_model(str(tmp_path / "model"), "auto", narrow_ends=True)
+    with torch.no_grad(), opened.streaming() as streamed:
+        found, wanted = streamed(ids()).logits.float(), expected(ids()).logits
+    tolerance = 1e-5 if opened.dtype is torch.float32 else 2e-2
+    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES
 SAMPLES = 64
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+SENTENCEPIECE = "tokenizer.model"
 MODULES = "modules.json"
 """The list of modules of sentence-transformers."""
 PLAIN = "*sentence*.json"
@@ -62,9 +64,38 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises Exception itself
+        remedy = _remedy(folder, trust_remote_code)
         raise ModelError(
-            f"model: the tokenizer in {folder} ({', '.join(names)}) cannot be read ({one_line(error)}); fetch it again"
+            f"model: the tokenizer in {folder} ({', '.join(names)}) cannot be read ({one_line(error)}); {remedy}"
         ) from error
+
+
+def _remedy(folder: Path, trust_remote_code: bool) -> str:
+    """Return what to do about a tokenizer that cannot be read."""
+    code = _tokenizer_code(folder)
+    if code is not None and not trust_remote_code:
+        return (
+            f"its class is code in the folder ({code}); read that code, and set trust_remote_code: true to run it, or "
+            "add a tokenizer.json to the folder"
+        )
+    is_sentencepiece = (folder / SENTENCEPIECE).exists() and not (folder / "tokenizer.json").exists()
+    if is_sentencepiece and find_spec("sentencepiece") is None:
+        return (
+            f"{SENTENCEPIECE} is a file of SentencePiece, which needs packages: pip install sentencepiece protobuf; "
+            "or add a tokenizer.json to the folder"
+        )
+    return "fetch it again"
+
+
+def _tokenizer_code(folder: Path) -> str | None:
+    """Return the name of the class of a tokenizer that is code in its folder; None for one of transformers."""
+    try:
+        stated = read_json(folder / "tokenizer_config.json").get("auto_map")
+    except ValueError:
+        return None
+    names = stated.get("AutoTokenizer") if isinstance(stated, dict) else stated
+    names = names if isinstance(names, list) else [names]
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def autogptq_config(folder: Path) -> dict[str, Any] | None:

@@ -1,34 +1,33 @@
 """Read GGUF files as models: convert a file once to a folder of safetensors in the user's cache, and open that folder.
 
 transformers and the `gguf` package of the format's owners read the file. Dequantizing needs the whole model in memory
-and takes half a minute. It therefore runs once, in a separate process (`checkpoint.sources.child_process`).
+and takes half a minute. It therefore runs once, in a separate process (`models.child_process`).
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from compress.checkpoint.containers.files import file_sha256
 from compress.checkpoint.containers.safetensors import write_shard
-from compress.checkpoint.sources.child_process import run_function
 from compress.checkpoint.sources.gguf_contents import (
     check_keys,
     check_none_missing,
     check_tensors,
-    check_undivided,
     complete_config,
     header_of,
 )
+from compress.checkpoint.sources.gguf_parts import digest_of_parts, merge, parts_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.narrow import record_narrow
 from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import ModelError
+from compress.models.child_process import run_function
 
 CONVERTED = "compress/gguf-4"  # the number changes when the content of a folder does
 
@@ -63,19 +62,17 @@ def _converted(path: Path, folder: Path) -> None:
 def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
     """The folder of a file in the user's cache of models, by the digest of the file; `make` fills it the first time.
 
-    Raises ModelError for a missing file, for one of another kind and for a part of a split one, and what `make` raises;
-    nothing is left then.
+    The digest of a split file is that of all its parts. Raises ModelError for a missing file or part and for a file of
+    another kind, and what `make` raises; nothing is left then.
     """
-    if not path.is_file():
-        raise ModelError(f"model: no file {path}")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
-    check_undivided(path)
+    paths = parts_of(path)
+    for part in paths:
+        with part.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"model: {part} is not a GGUF file (it does not begin with 'GGUF')")
     from huggingface_hub.constants import HF_HOME  # when it is needed, as users set it
 
-    status = path.stat()
-    folder = Path(HF_HOME) / kind / _digest(path, status.st_size, status.st_mtime_ns)[:32]
+    folder = Path(HF_HOME) / kind / digest_of_parts(paths)[:32]
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -92,37 +89,38 @@ def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-@lru_cache(maxsize=4)
-def _digest(path: Path, size: int, changed: int) -> str:
-    return file_sha256(path)
-
-
 def convert(path: Path, folder: Path) -> None:
-    """Write the model of a .gguf file as float32 safetensors, with its config and tokenizer, to a folder.
+    """Write the model of a .gguf file, whole or split, as float32 safetensors, with config and tokenizer, to a folder.
 
     Raises ModelError for a file that is not read completely, and the errors of transformers and `gguf`.
     """
     import torch  # this function runs in a process of its own
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from_file: dict[str, Any] = {"gguf_file": path.name}
-    header = header_of(path)
-    config = AutoConfig.from_pretrained(path.parent, **from_file)
+    parts = parts_of(path)
+    whole = path if len(parts) == 1 else folder / "merged.gguf"
+    if len(parts) > 1:
+        merge(parts, whole)
+    from_file: dict[str, Any] = {"gguf_file": whole.name}
+    header = replace(header_of(whole), path=path)
+    config = AutoConfig.from_pretrained(whole.parent, **from_file)
     replaced = complete_config(header, config)
     check_keys(header, config)
     check_config(config.to_dict(), trust_remote_code=False)
     with torch.device("meta"), limited_modules(path.parent):
         check_tensors(header, AutoModelForCausalLM.from_config(config), replaced)
     loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True, "config": config}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, **loading)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(whole.parent, **loading)
     model, info = loaded
     check_none_missing(header, info["missing_keys"])
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
-    record_narrow(folder, path, tensors)
+    record_narrow(folder, whole, tensors)
     write_shard(folder / "model.safetensors", tensors)
     model.config.__dict__.pop("quantization_config", None)
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path.parent, **from_file).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(whole.parent, **from_file).save_pretrained(folder)
+    if whole != path:
+        whole.unlink()

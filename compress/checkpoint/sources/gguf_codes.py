@@ -1,8 +1,9 @@
 """Open a GGUF file of any program with its codes, as the checkpoint of the format `gguf` that it nearly is.
 
-The folder of the checkpoint is in the user's cache: the file itself (a hard link where the system allows it), its
-configuration and tokenizer as transformers reads them from its header, and the names of its tensors (`SIDECAR`). No
-weight is read. A file whose codes cannot stay codes is converted to dense weights instead (`checkpoint.sources.gguf`).
+The folder of the checkpoint is in the user's cache: the file itself (a hard link where the system allows it; the parts
+of a split file are merged), its configuration and tokenizer as transformers reads them from its header, and the names
+of its tensors (`SIDECAR`). No weight is read. A file whose codes cannot stay codes is converted to dense weights
+instead (`checkpoint.sources.gguf`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from compress.checkpoint.sources.gguf_contents import (
     complete_config,
     header_of,
 )
+from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
 from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
@@ -44,9 +45,9 @@ KEPT = "compress/gguf-codes-2"  # the number changes when the content of a folde
 
 def checkpoint_of(source: str) -> Path:
     """`folder_of`, but the layers of a .gguf file stay codes if all its tensors can be read so. Raises ModelError."""
-    if not source.endswith(".gguf"):
+    path = gguf_of(source)
+    if path is None:
         return folder_of(source)
-    path = Path(expanduser(source))
     try:
         return made_once(path, KEPT, lambda folder: _keep(path, folder))
     except ModelError as error:  # the conversion reports what is wrong with the file, if anything is
@@ -62,10 +63,14 @@ def _keep(path: Path, folder: Path) -> None:
         CannotRun: if transformers or `gguf` cannot read the file.
         ModelError: for a file that is not read completely.
     """
-    try:
-        os.link(path, folder / FILE)
-    except OSError:  # on another file system
-        shutil.copyfile(path, folder / FILE)
+    parts = parts_of(path)
+    if len(parts) > 1:
+        call_foreign(merge, parts, folder / FILE)
+    else:
+        try:
+            os.link(path, folder / FILE)
+        except OSError:  # on another file system
+            shutil.copyfile(path, folder / FILE)
     _describe(folder / FILE)
 
 

@@ -7,7 +7,6 @@ changes what the model computes and is therefore an error.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,10 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_factors, rope_of
+from compress.checkpoint.sources.gguf_parts import open_parts
 from compress.errors import ModelError
 
-PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-"""The end of the name of a part of a split file (llama.cpp, llama_split_path)."""
 WITHOUT_EFFECT = frozenset(
     {
         "context_length",
@@ -68,23 +65,25 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 class GGUFHeader:
     """The metadata of a GGUF file by key, and the number type of each tensor by name.
 
-    frequencies: the divisors of the rotary frequencies, if the file holds some.
+    weights: the number of the values of all tensors. frequencies: the divisors of the rotary frequencies, if the file
+    holds some.
     """
 
     path: Path
     values: Mapping[str, Any]
     types: Mapping[str, str]
+    weights: int
     frequencies: Float[Tensor, " half"] | None = None
 
 
 def header_of(path: Path) -> GGUFHeader:
     """Read the header of a file. Raises ModelError for a part of a split file, and the errors of the `gguf` package."""
-    reader = open_reader(path)
+    [reader] = open_parts([path])
     values = {name: field.contents() for name, field in reader.fields.items()}
-    check_undivided(path, int(values.get("split.count", 1)))
     types = {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors}
     divisors = [tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES and types[FREQUENCIES] == "F32"]
-    return GGUFHeader(path, values, types, torch.tensor(divisors[0]) if divisors else None)
+    weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    return GGUFHeader(path, values, types, weights, torch.tensor(divisors[0]) if divisors else None)
 
 
 def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
@@ -119,17 +118,6 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
     return frozenset()
 
 
-def check_undivided(path: Path, count: int = 1) -> None:
-    """Raise ModelError for a part of a split file, by its name or by the number of parts that its header states."""
-    matched = PART.search(path.name)
-    count = max(count, int(matched[1]) if matched else 1)
-    if count > 1:
-        raise ModelError(
-            f"model: {path} is one of the {count} parts of a split file; merge them, and give the merged file: "
-            "llama-gguf-split --merge FIRST-PART MERGED.gguf"
-        )
-
-
 def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
     """Raise ModelError for hyperparameters that the configuration, as transformers reads it, does not state.
 
@@ -151,6 +139,8 @@ def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
 def check_tensors(header: GGUFHeader, model: PreTrainedModel, replaced: Set[str]) -> None:
     """Raise ModelError for tensors of the file that transformers does not read into the model; its data is not used.
 
+    A file that has fewer weights than the model lacks tensors: it is refused before the model is built.
+
     replaced: names of tensors that the configuration of the model replaces.
     """
     kind = TENSOR_PROCESSORS.get(str(header.values["general.architecture"]), TensorProcessor)
@@ -160,6 +150,10 @@ def check_tensors(header: GGUFHeader, model: PreTrainedModel, replaced: Set[str]
         name for name in header.types if name not in read_names and name.removesuffix(".weight") not in read_names
     ]
     check_none_unread(header, set(unread) - replaced)
+    if header.weights < sum(parameter.numel() for parameter in model.parameters()):  # of tied ones, one counts
+        stored = {name.removesuffix(".weight") for name in header.types}
+        absent = (name for file_name, name in read_names.items() if file_name.removesuffix(".weight") not in stored)
+        check_none_missing(header, absent)
 
 
 def check_none_unread(header: GGUFHeader, names: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.sources import gguf
+from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.errors import ModelError, one_line
 
 CONFIGURATION = ["*.json", "*.model", "*.txt", "*.jinja", SUMS, "README.md", "LICENSE*", "NOTICE*"]
@@ -70,13 +71,13 @@ def folder_of(source: str, weights: bool = True) -> Path:
     """Return a local folder that holds the model as safetensors; fetch or convert the model if needed.
 
     Args:
-        source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file.
+        source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file (any part of a split one).
         weights: False: of a model of the hub, fetch all files but the weights.
     """
     path = Path(expanduser(source))
     check_revision(source)
-    if source.endswith(".gguf"):
-        return gguf.as_safetensors(path)
+    if (file := gguf_of(source)) is not None:
+        return gguf.as_safetensors(file)
     if path.is_dir():
         return path
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:

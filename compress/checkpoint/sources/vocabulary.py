@@ -1,10 +1,16 @@
-"""Check that a teacher and its student have the same vocabulary and the same objective."""
+"""Check that a teacher and its student have the same vocabulary and the same objective.
+
+Models of one tokenizer may have embeddings with more rows than it has tokens, and more in larger models.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.files import read_tokenizer
@@ -34,18 +40,52 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> P
     teacher_size, student_size = (
         getattr(text_config(configuration), "vocab_size", None) for configuration in (config, student.config)
     )
-    if teacher_size != student_size:
+    tokenizers = read_tokenizer(folder, trust_remote_code), student.tokenizer
+    if teacher_size != student_size and not _is_padded(teacher_size, student_size, tokenizers):
         raise ModelError(
             f"teacher: {source} has a vocabulary of {teacher_size} tokens, the model of {student_size}; "
             "use a teacher with the model's vocabulary"
         )
-    difference = first_difference(read_tokenizer(folder, trust_remote_code), student.tokenizer)
+    difference = first_difference(*tokenizers)
     if difference is not None:
         raise ModelError(
             f"teacher: {source} and the model have different tokenizers: {difference}; "
             "use a teacher with the model's vocabulary"
         )
     return teacher
+
+
+def _is_padded(teacher_size: Any, student_size: Any, tokenizers: tuple[Any, Any]) -> bool:
+    """Return whether a teacher's vocabulary has only more rows without tokens than the model's."""
+    if None in (teacher_size, student_size, *tokenizers) or teacher_size < student_size:
+        return False
+    return max(max(tokenizer.get_vocab().values()) for tokenizer in tokenizers) < student_size
+
+
+@contextmanager
+def with_vocabulary_of(
+    student: PretrainedConfig, opening: AbstractContextManager[PreTrainedModel]
+) -> Iterator[PreTrainedModel]:
+    """Open a teacher; cut its logits to the vocabulary of the student, which has all tokens (`check_teacher`).
+
+    Args:
+        student: its configuration.
+        opening: opens the teacher.
+    """
+    size = getattr(text_config(student), "vocab_size", None)
+
+    def cut(module: nn.Module, inputs: Any, output: Any) -> None:
+        if getattr(output, "logits", None) is not None:
+            output.logits = output.logits[..., :size]
+
+    with opening as teacher:
+        padded = size is not None and getattr(text_config(teacher.config), "vocab_size", size) > size
+        handle = teacher.register_forward_hook(cut) if padded else None
+        try:
+            yield teacher
+        finally:
+            if handle is not None:
+                handle.remove()
 
 
 def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.errors import ModelError
+from compress.errors import CannotRun, ModelError
 from compress.evaluate.harness.scoring import Answer, Request, Scorer
 from compress.evaluate.store import Results, digest_of
+from compress.models.chat_template import render_chat
 
 Progress = Callable[[int, int], None]
 GENERATED = 16  # number of generated answers that are written to disk together
@@ -113,6 +114,19 @@ def harness_model(
                     for item, (_, context, continuation) in zip(items, requests, strict=True)
                 ]
             )
+
+        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            """Render a conversation; without its system messages where the template refuses them, as lm-eval does."""
+            prompting = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": not add_generation_prompt,
+            }
+            options = {**prompting, **self.chat_template_args}
+            try:
+                return render_chat(tokenizer, chat_history, **options)
+            except CannotRun:
+                messages = [message for message in chat_history if message["role"] != "system"]
+                return render_chat(tokenizer, messages, **options)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
             def generate(arguments: list[Any]) -> list[str]:

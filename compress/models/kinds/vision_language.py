@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import CalibrationError, CannotRun, call_foreign, one_line
+from compress.models.chat_template import render_chat
 from compress.models.kinds.batch import IDS, IGNORED, LABELS, MASK, Batch, Examples
 from compress.models.kinds.causal import CausalLM
 from compress.models.kinds.contract import LineReader, Lists, listed, text_config
@@ -163,10 +164,9 @@ class PictureReader:
             raise CalibrationError(
                 f"{place}: cannot read {path} ({one_line(error.cause)}); write the path of a picture"
             ) from error
+        text = self._text(line[self.column], place)
         try:
-            outputs = call_foreign(
-                self.processor, images=image, text=self._text(line[self.column]), return_tensors="pt"
-            )
+            outputs = call_foreign(self.processor, images=image, text=text, return_tensors="pt")
         except CannotRun as error:
             raise CalibrationError(
                 f"{place}: the processor cannot read {path} ({one_line(error.cause)}); use another picture"
@@ -181,12 +181,24 @@ class PictureReader:
         features = {name: t.float() if t.is_floating_point() else t for name, t in cut.items() if name != IDS}
         return pictured(self.model, Batch({IDS: cut[IDS], **features}))
 
-    def _text(self, text: str) -> str:
-        """Return a text with the token of its image: as it is, by the chat template, or after the token."""
+    def _text(self, text: str, place: str) -> str:
+        """Return a text with the token of its image: as it is, by the chat template, or after the token.
+
+        Raises:
+            CalibrationError: for a chat template that cannot be rendered.
+        """
         token = getattr(self.processor, "image_token", "<image>")
         if token in text:
             return text
-        if getattr(self.processor, "chat_template", None) is None:
+        template = getattr(self.processor, "chat_template", None)
+        if template is None:
             return f"{token}{text}"
         content = [{"type": "image"}, {"type": "text", "text": text}]
-        return self.processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        template = template["default"] if isinstance(template, dict) else template
+        try:
+            return render_chat(self.processor.tokenizer, [{"role": "user", "content": content}], template)
+        except CannotRun as error:
+            raise CalibrationError(
+                f"{place}: the chat template of the processor cannot be rendered ({one_line(error.cause)}); correct "
+                f"it, or write {token} into the texts"
+            ) from error

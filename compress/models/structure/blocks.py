@@ -6,7 +6,7 @@ then those of its decoder, which also read the last hidden states of the encoder
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +42,31 @@ def find_blocks(model: nn.Module) -> list[Block]:
     the inputs of the blocks checks later that each block feeds the next.
 
     Raises:
-        ModelError: if the model, or one of its stacks, has no ModuleList with entries.
+        ModelError: if the model, or one of its stacks, has no ModuleList with entries, or if blocks share weights.
     """
     blocks: list[Block] = []
     for number, part in enumerate(_parts_with_stacks(model)):
         name, block_list = _largest_list(model, part)
         start = len(blocks)
         blocks += [Block(start + i, f"{name}.{i}", block, number) for i, block in enumerate(block_list)]
+    _check_apart(model, blocks)
     return blocks
+
+
+def _check_apart(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Raise ModelError for blocks with weights in common: compressing one block would change another one."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    user_of: dict[str, tuple[int, str]] = {}
+    for block in blocks:
+        for leaf, parameter in block.module.named_parameters(f"{block.name}"):
+            index, name = user_of.setdefault(tied.get(leaf, leaf), (block.index, leaf))
+            identical = user_of.setdefault(f"id {id(parameter)}", (block.index, leaf))
+            if index != block.index or identical[0] != block.index:
+                name = name if index != block.index else identical[1]
+                raise ModelError(
+                    f"model: {type(model).__name__} shares weights between its blocks ({name} and {leaf}), but blocks "
+                    "are compressed one by one; use another model"
+                )
 
 
 def has_two_stacks(model: nn.Module) -> bool:

@@ -125,6 +125,11 @@ class Narrow(ReshapingPass):
             config = text_config(model.config)
             groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             removed_count = round(self.heads * groups)
+            if groups == 1:
+                raise TargetError(
+                    f"{label}: heads: all heads of the model share 1 key-value head, and a model needs one; "
+                    "leave heads out"
+                )
             if not 0 < removed_count < groups:
                 raise TargetError(
                     f"{label}: heads {self.heads:g} of {groups} groups removes {'all' if removed_count else 'none'}; "

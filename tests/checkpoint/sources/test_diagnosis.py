@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -84,3 +85,29 @@ def test_half_a_character_in_a_text_is_an_error_that_names_its_line(recipe, tmp_
         CalibrationError, match=r"texts.jsonl:2: its text holds \\ud800, half of a character, at position 2"
     ):
         compress.run(asked, tmp_path / "out", progress=False)
+
+
+def with_tokenizer(pico, folder, config, **files):
+    """Copy the pico model without its tokenizer.json, with other files of a tokenizer."""
+    shutil.copytree(pico, folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="the package is installed")
+def test_a_sentencepiece_file_names_its_package(pico, tmp_path):
+    folder = with_tokenizer(pico, tmp_path / "a", {"tokenizer_class": "LlamaTokenizer"}, tokenizer__model="\n")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is a file of SentencePiece.*: pip install sentencepiece"):
+        compress.load(folder)
+
+
+@pytest.mark.parametrize("stated", [["tokenization_x.X", None], "tokenization_x.X"], ids=["list", "text"])
+def test_a_tokenizer_of_its_own_code_says_how_to_run_it(stated, pico, tmp_path):
+    code = "from transformers import PreTrainedTokenizer\nclass X(PreTrainedTokenizer):\n    pass\n"
+    config = {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": stated}}
+    folder = with_tokenizer(pico, tmp_path / "a", config, tokenization_x__py=code)
+    with pytest.raises(ModelError, match=r"code in the folder \(tokenization_x\.X\).*trust_remote_code: true"):
+        compress.load(folder)

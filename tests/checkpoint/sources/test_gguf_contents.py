@@ -111,17 +111,6 @@ def test_a_head_of_its_own_is_read(kind, pico, tmp_path):
     assert not compress.load(path)[0].config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_a_split_file_says_what_to_do(kind, pico, cache, tmp_path):
-    named, stated = tmp_path / "a-00001-of-00003.gguf", tmp_path / "a.gguf"
-    write_pico(pico, named, kind, without={"blk.1.ffn_up.weight"})
-    write_pico(pico, stated, kind, keys={"split.count": 3, "split.no": 1})
-    for path in (named, stated):
-        with pytest.raises(ModelError, match="one of the 3 parts of a split file; .* llama-gguf-split --merge"):
-            compress.load(path)
-    assert cached(cache) == []
-
-
 def test_a_file_of_one_part_is_whole(pico, tmp_path):
     write_pico(pico, tmp_path / "a-00001-of-00001.gguf", "F32")
     assert compress.load(tmp_path / "a-00001-of-00001.gguf")

@@ -53,9 +53,10 @@ def data(tmp_path_factory):
 def measure(pico, data):
     """measure(model, **settings): the result of all tasks on a model, and the journal."""
 
-    def run(model, store=None, **settings):
+    def run(model, store=None, template=None, **settings):
         asked = Evaluate(**{"tasks": tuple(ROWS), "data": str(data), **settings})
         tokenizer, journal = AutoTokenizer.from_pretrained(pico), Journal()
+        tokenizer.chat_template = template
         context = EvaluationContext(Run(journal=journal), tokenizer=tokenizer, settings=asked, store=store or Store())
         return Tasks().measure(model, context), journal
 
@@ -131,6 +132,30 @@ def test_a_model_that_predicts_masked_tokens_fails_tasks(tiny, measure):
 def test_a_chat_template_that_does_not_exist(pico_model, measure):
     found, _ = measure(pico_model, tasks=("piqa",), chat_template=True)
     assert "has no chat template; write chat_template: false" in found["failed"]["piqa"]
+
+
+def test_prompts_of_a_chat_template_are_those_of_the_backend_of_lm_eval(pico_model, pico, measure, data):
+    from lm_eval.models.huggingface import HFLM
+
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    found, _ = measure(pico_model, template=template, tasks=("piqa",), chat_template=True)
+    settings = Evaluate(tasks=("piqa",), data=str(data), chat_template=True)
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    tokenizer.chat_template = template
+    [(_, task)] = load_tasks("piqa", task_manager(settings), settings).items()
+    with quiet():
+        theirs = HFLM(pretrained=pico_model, tokenizer=tokenizer, batch_size=3)
+        wanted = run_task("piqa", task, theirs, settings)
+    for metric, values in wanted["metrics"].items():
+        assert found["scores"]["piqa"]["metrics"][metric]["value"] == pytest.approx(values["value"], rel=1e-5)
+
+
+def test_a_chat_template_without_end_fails_the_task(pico_model, measure):
+    found, _ = measure(pico_model, template="{{ 'a' * 10 ** 10 }}", tasks=("piqa",), limit=1, chat_template=True)
+    assert "task piqa cannot be run" in found["failed"]["piqa"] and "1 GiB of memory" in found["failed"]["piqa"]
 
 
 def test_a_killed_evaluation_continues(pico_model, measure, tmp_path):

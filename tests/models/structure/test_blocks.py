@@ -31,6 +31,18 @@ def test_blocks_are_found_in_order_and_are_chained(family, tiny, in_memory, ids)
     assert len(ModelShell(opened).capture(batch_of(ids())).calls) == 3
 
 
+@pytest.mark.parametrize("stated", [True, False], ids=["tied names", "one parameter"])
+def test_blocks_that_share_weights_are_refused(stated, tiny):
+    model = tiny("llama")
+    first, last = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 2))
+    if stated:
+        model.all_tied_weights_keys = {last: first}
+    else:
+        model.model.layers[2].mlp.up_proj = model.model.layers[0].mlp.up_proj
+    with pytest.raises(ModelError, match=rf"shares weights between its blocks \({first} and {last}\).*another model"):
+        find_blocks(model)
+
+
 def test_the_list_with_the_most_parameters_is_taken_and_lists_inside_it_are_not():
     class Mixture(nn.Module):
         def __init__(self):

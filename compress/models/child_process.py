@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 """The folder of this package."""
 
 START = """
@@ -40,11 +40,29 @@ def run_function(function: Callable[..., None], *paths: Path) -> subprocess.Comp
     The working directory of the process is a new empty folder, which is removed at its end. The system's limits of the
     process, such as those of `ulimit`, are those of this one.
     """
+    with TemporaryDirectory() as folder:
+        return subprocess.run(
+            _command(function, *paths), capture_output=True, text=True, check=False, cwd=folder, env=_environment()
+        )
+
+
+def start_function(function: Callable[[], None], folder: str) -> subprocess.Popen[str]:
+    """Start a process as `run_function` does, and leave it running; its input, output and errors are pipes.
+
+    Args:
+        function: of a module; it reads standard input and writes standard output.
+        folder: the working directory of the process, an empty folder.
+    """
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        _command(function), stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=_environment()
+    )
+
+
+def _command(function: Callable[..., None], *paths: Path) -> list[str]:
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
     command = [sys.executable, *(flag for flag, on in flags.items() if on), "-c", START, str(PACKAGE)]
-    command += [function.__module__, function.__name__, *(str(path.absolute()) for path in paths)]
-    with TemporaryDirectory() as folder:
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=_environment())
+    return [*command, function.__module__, function.__name__, *(str(path.absolute()) for path in paths)]
 
 
 def _environment() -> dict[str, str]:

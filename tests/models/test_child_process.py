@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.sources.child_process import run_function
+from compress.models.child_process import run_function
 
 NAMES = (
     "torch",

@@ -223,8 +223,9 @@ def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
     dense = _rest_bytes(form, storage, ends) + _dense_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
     policies = planned_policies(resolved).values()
     cache_bytes = sum(spec.size_bytes(storage) for policy in policies for spec in policy.tensors().values())
-    size = sum(layer.size_bytes for layer in layers) + other_bytes + cache_bytes
-    return Plan(tuple(layers), size, dense, 0)
+    copied_bytes = form.undeclared_bytes if format_.file is None else 0
+    size = sum(layer.size_bytes for layer in layers) + other_bytes + cache_bytes + copied_bytes
+    return Plan(tuple(layers), size, dense + copied_bytes, 0)
 
 
 def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:

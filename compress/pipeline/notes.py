@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.formats.readers import misreadings
 from compress.layers.linear import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
@@ -35,6 +36,14 @@ def undeclared_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         what = f"copied unchanged ({opened.undeclared_bytes / MB:.3g} MB)"
     names = f"{', '.join(parts[:SHOWN])}{more}"
     return [f"{len(opened.undeclared)} tensors that {type(opened.model).__name__} has no parts for are {what}: {names}"]
+
+
+def misread_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Return a note that names the programs that refuse the checkpoint, or compute other weights."""
+    format_ = resolved.format
+    adapted = [format_.adapt(layer.scheme) for layer in facts.values()]
+    texts = misreadings(format_.name, [scheme for scheme in adapted if scheme is not None])
+    return [f"save: format {format_.name}: {'; '.join(texts)}"] if texts else []
 
 
 def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:

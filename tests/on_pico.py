@@ -23,8 +23,6 @@ def on_pico(recipe: Recipe) -> Recipe:
     try:
         plan(asked)
     except TargetError as error:
-        if "verify: own" in str(error):  # groups that the widths of the pico model cut in several ways
-            return asked.model_copy(update={"save": asked.save.model_copy(update={"verify": "own"})})
         if "group" not in str(error) and "blocks of" not in str(error):
             raise
         return asked.model_copy(update={"passes": tuple(_regrouped(step) for step in asked.passes)})

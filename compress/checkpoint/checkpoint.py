@@ -6,7 +6,7 @@ the model block by block, or all at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import expanduser
@@ -28,7 +28,7 @@ from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
-from compress.checkpoint.sources.matching import check_none_unread, lacking, match
+from compress.checkpoint.sources.matching import lacking, match, undeclared
 from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.stored import Place, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
@@ -47,6 +47,8 @@ from compress.numerics.dtypes import SAFETENSORS
 
 MASKED_KEY = "compress_masked"
 """The entry of config.json that lists the linears whose zeros are pruned weights."""
+UNDECLARED = "compress_undeclared"
+"""The attribute of a loaded model with `Checkpoint.undeclared`."""
 STATED = ("quantization_config", CONFIG_KEY)
 """The entries of config.json of a compressed checkpoint."""
 NARROW = (torch.bfloat16, torch.float16)
@@ -87,6 +89,7 @@ class Checkpoint:
         requested: dtype of computation; 'auto': that of the checkpoint, or a wider one that the device computes faster.
         inference: the model is used as it is, so 'auto' may widen the activations of a packed model.
         notes: what was changed in the skeleton, for the journal.
+        undeclared: tensors of parts that the class of the model does not have, known after `places` or `converted`.
     """
 
     folder: Path
@@ -96,6 +99,7 @@ class Checkpoint:
     trust_remote_code: bool = False
     inference: bool = False
     notes: list[str] = field(default_factory=list)
+    undeclared: dict[str, Place] = field(default_factory=dict)
     _model: PreTrainedModel | None = None
 
     @classmethod
@@ -252,8 +256,14 @@ class Checkpoint:
                 assert self.format is not None
                 read |= {f"{name}.{inside}" for inside in self.format.readable(scheme)}
             unread = [name for name in self.stored if name not in read]
-            self.notes += check_none_unread(self.skeleton(), self.folder, unread)
+            self._divide(unread)
         return places
+
+    def _divide(self, unread: Iterable[str]) -> None:
+        """Divide stored tensors that are not read into those that a checkpoint of the model copies, and others."""
+        names = undeclared(self.skeleton(), self.folder, unread)
+        self.notes += names.notes
+        self.undeclared = {name: self.stored[name] for name in names.parts if name in self.stored}
 
     @cached_property
     def dense_names(self) -> list[str]:
@@ -336,6 +346,7 @@ class Checkpoint:
             tie(model)
             to_device(model, self.device)
         install_policies(model, "", self.tensors, self.caches)
+        vars(model)[UNDECLARED] = self.undeclared
         return model
 
     def converted(self) -> PreTrainedModel:
@@ -370,7 +381,7 @@ class Checkpoint:
             raise ModelError(
                 f"model: {self.folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again"
             )
-        self.notes += check_none_unread(model, self.folder, info["unexpected_keys"])
+        self._divide(info["unexpected_keys"])
         built.generation_config = model.generation_config
         return built.eval().requires_grad_(False).to(self.device)
 

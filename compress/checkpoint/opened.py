@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.checkpoint import Checkpoint
+from compress.checkpoint.checkpoint import UNDECLARED, Checkpoint
 from compress.checkpoint.layers import check_finite
+from compress.checkpoint.sources.stored import Place
 from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.attentions import cache_policies
@@ -107,6 +108,7 @@ class OpenModel:
         narrow: 16-bit dtype that holds the weights of the source; None: it needs wider ones, or is unknown.
         widened_from: dtype of the checkpoint if 'auto' chose a wider one for the computation.
         commit: commit of a model of the hub.
+        undeclared: tensors of parts that the class of the model does not have, which are copied to the checkpoint.
         mapped_ends: ends that stay in a narrower dtype of their file (`Checkpoint.narrow_ends`).
     """
 
@@ -124,6 +126,7 @@ class OpenModel:
     widened_from: torch.dtype | None = None
     commit: str | None = None
     mapped_ends: dict[str, End] = field(default_factory=dict)
+    undeclared: dict[str, Place] = field(default_factory=dict)
 
     @classmethod
     def in_memory(
@@ -131,8 +134,9 @@ class OpenModel:
     ) -> OpenModel:
         """Wrap a model that is entirely in memory."""
         mark_kept(model)
-        parameter = next(model.parameters())
-        return cls(model, find_blocks(model), Weights(), tokenizer, source, "", parameter.device, parameter.dtype)
+        parameter, apart = next(model.parameters()), getattr(model, UNDECLARED, {})
+        place = parameter.device, parameter.dtype
+        return cls(model, find_blocks(model), Weights(), tokenizer, source, "", *place, undeclared=dict(apart))
 
     @property
     def storage(self) -> torch.dtype:
@@ -148,6 +152,11 @@ class OpenModel:
     def config(self) -> PretrainedConfig:
         """The transformers configuration."""
         return self.model.config
+
+    @property
+    def undeclared_bytes(self) -> int:
+        """The bytes of the tensors of `undeclared`."""
+        return sum(place.header.size_bytes for place in self.undeclared.values())
 
     def linear_names(self) -> list[str]:
         """Return the full names of all linears inside the blocks, in order."""

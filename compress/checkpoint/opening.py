@@ -104,6 +104,7 @@ def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block],
         read_side_files(folder, trusted) | texts,
         widened_from=checkpoint.dtypes[1],
         commit=commit_of(folder),
+        undeclared=checkpoint.undeclared,
     )
 
 

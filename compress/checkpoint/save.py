@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +13,14 @@ from transformers import PreTrainedModel
 from compress.checkpoint.checkpoint import MASKED_KEY
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.sources.stored import stored_in
 from compress.errors import NumericError, SaveError, TargetError
+from compress.layers.embedding import CompressedEmbedding
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import kept_dtype
-from compress.models.experts import Experts
+from compress.models.experts import CUBES, Experts
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
 
@@ -188,10 +192,26 @@ def outside_tensors(
     return result
 
 
-def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
-    """Full names of all dense linears of the model, with the head. compressed: the names of compressed layers."""
-    packed = compressed | {name for end in find_ends(opened.model) if end.name in compressed for name in end.names}
-    return [name for name in linears(opened.model) if name not in packed]
+def dense_modules(opened: OpenModel, compressed: set[str], shards: Iterable[Path]) -> list[str]:
+    """Return the full names of all modules that readers may build as linears, and whose weights are stored dense.
+
+    These are the linears of the model, and the modules of all other stored matrices that are no embeddings: servers
+    build routers as linears, too. A name that ends with a dot means all modules below it, which servers build for
+    experts whose weights are one tensor.
+
+    Args:
+        compressed: names of compressed layers.
+        shards: files with all stored tensors.
+    """
+    model, shapes = opened.model, {n: p.header.shape for path in shards for n, p in stored_in(path).items()}
+    packed = compressed | {name for end in find_ends(model) if end.name in compressed for name in end.names}
+    tables = {n for n, module in model.named_modules() if isinstance(module, nn.Embedding | CompressedEmbedding)}
+    names = list(linears(model))
+    names += [n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2]
+    cubes = [n for n, shape in shapes.items() if len(shape) == 3 and not n.endswith(".weight")]
+    owners = Counter(name.rpartition(".")[0] for name in cubes if min(shapes[name]) > 1)
+    names += [f"{owner}." for owner, count in owners.items() if count == CUBES]
+    return [name for name in dict.fromkeys(names) if name not in packed | tables]
 
 
 def check_together(format_: Format, schemes: Mapping[str, LayerScheme]) -> None:

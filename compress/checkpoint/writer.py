@@ -24,7 +24,7 @@ from compress.checkpoint.containers.files import RESUMES, reason_of, write_json,
 from compress.checkpoint.containers.safetensors import INDEX, shard_name, write_shard
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
-from compress.checkpoint.save import check_together, dense_linear_names
+from compress.checkpoint.save import check_together, dense_modules
 from compress.errors import SaveError
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
@@ -151,7 +151,7 @@ class CheckpointWriter:
         config["architectures"] = [type(opened.model).__name__]
         config["dtype"] = dtype_name(dtype)
         stated = stated_policy(opened.model, policies, format_)
-        dense_names = dense_linear_names(opened, set(schemes))
+        dense_names = dense_modules(opened, set(schemes), [self.folder / entry.file for entry in self.shards.values()])
         quantization = format_.config(schemes, dense_names, __version__)
         if stated is not None:
             quantization = format_.state_cache(quantization, dense_names, stated)

@@ -27,6 +27,8 @@ from compress.layers.linear import CompressedLinear
 
 PROOF_TOLERANCE = 1e-5  # relative, float32: another summation order differs by 1e-7
 PROOF_UNIT = 8  # the verification replaces the common divisor of the real widths by this
+CUBES = 2
+"""3-D parameters of a set of experts."""
 PROBE_TOKENS = 16  # random tokens with which links inside an expert are found and verified
 ROUTED: ContextVar[Tensor | None] = ContextVar("ROUTED", default=None)
 """The indices of the tokens that the current expert computes; forward passes in lockstep each have their own."""
@@ -192,7 +194,7 @@ def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Expe
     """Return the possible layouts of a module with experts; None when the module does not look like one."""
     parameters = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
     cubes = [name for name, p in parameters.items() if p.dim() == 3]
-    if len(cubes) != 2:
+    if len(cubes) != CUBES:
         return None
     up, down = cubes
     (count, a, b), (down_count, c, d) = parameters[up].shape, parameters[down].shape

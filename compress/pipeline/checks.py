@@ -14,7 +14,14 @@ from compress.models.structure.ends import find_ends
 from compress.passes.contract.facts import ANY_LAYER
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.needs import check_original, check_teachers
-from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
+from compress.pipeline.notes import (
+    misread_notes,
+    pass_notes,
+    pruning_notes,
+    storage_notes,
+    transform_notes,
+    undeclared_notes,
+)
 from compress.pipeline.problems import Problems
 from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import ResolvedRecipe
@@ -66,6 +73,8 @@ CHECKS: tuple[Check, ...] = (
     check_teachers,
     check_original,
     check_reader,
+    undeclared_notes,
+    misread_notes,
     storage_notes,
     pruning_notes,
     pass_notes,

@@ -87,7 +87,8 @@ def export(
     plan = _Plan(form, requantize, model, layers, next(model.parameters()).dtype)
     exported = plan.convert() + _rounded_ends(model, tokenizer, form)
     save(model, out, format, tokenizer, dtype)
-    write_export_card(Path(out), str(folder), format, [(e.name, e.before, e.after, e.count, e.error) for e in exported])
+    rows = [(line.name, line.before, line.after, line.count, line.error) for line in exported]
+    write_export_card(Path(out), str(folder), format, rows, [layer.scheme for layer in layers.values()])
     return exported
 
 

@@ -141,7 +141,8 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     report = RunResult.from_json(values)
     result = Result(folder, report.to_json(), run.journal)
     error = measured.error or quality_error(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
-    source, facts = at_commit(recipe.model, opened.commit), CardFacts.of(job.resolved.steps, opened.model)
+    source, schemes = at_commit(recipe.model, opened.commit), manifest.schemes_of(opened).values()
+    facts = CardFacts.of(job.resolved.steps, opened.model, schemes)
     try:
         write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from the first start's
         write_report(report, folder, manifest.staged)

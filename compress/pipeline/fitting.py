@@ -12,7 +12,7 @@ from compress.errors import ShortageError
 from compress.passes.contract.memory import STORE_BYTES, copies_limit
 from compress.passes.contract.passes import LayerPass, ModelPass, Step
 from compress.pipeline.footprint import EVALUATION, MB, Footprint, Need
-from compress.pipeline.readers import OWN, not_asked
+from compress.pipeline.readers import OWN, not_asked, unverified
 from compress.pipeline.resolve import ResolvedRecipe
 
 LIBRARIES_BYTES = (
@@ -110,13 +110,27 @@ def separate_large_tensors() -> None:
 
 
 def check_verification(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:
-    """Raise ShortageError if transformers, which reads the checkpoint back whole, needs more than a limit."""
+    """Raise ShortageError if transformers, which reads the checkpoint back whole, needs more than the user's limit."""
+    if shortage := _shortage(resolved, dense_bytes, checkpoint_bytes, limit_bytes):
+        raise ShortageError(f"memory: {shortage}; {OWN}")
+
+
+def verification_notes(
+    resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int, available_bytes: int
+) -> tuple[str, ...]:
+    """Return a note if transformers needs more to read the checkpoint back than this machine has available."""
+    shortage = _shortage(resolved, dense_bytes, checkpoint_bytes, available_bytes)
+    return () if shortage is None else (unverified(shortage),)
+
+
+def _shortage(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> str | None:
     needed, free_bytes = dense_bytes + checkpoint_bytes, max(0, limit_bytes)
-    if not_asked(resolved.recipe, resolved.form.config) is None and needed > limit_bytes:
-        raise ShortageError(
-            f"memory: verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "
-            f"checkpoint {checkpoint_bytes / MB:.0f} MB), {free_bytes / MB:.0f} MB are left; {OWN}"
-        )
+    if not_asked(resolved.recipe, resolved.form.config) is not None or needed <= limit_bytes:
+        return None
+    return (
+        f"verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "
+        f"checkpoint {checkpoint_bytes / MB:.0f} MB), {free_bytes / MB:.0f} MB are left"
+    )
 
 
 def _batches(footprint: Footprint) -> list[int]:

@@ -1,4 +1,4 @@
-"""Notes of a plan: stored bits above those of the grid, and pruning that saves no bytes."""
+"""Notes of a plan: tensors that are copied, stored bits above those of the grid, pruning that saves no bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,42 @@ from math import prod
 import torch
 
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.formats.readers import misreadings
+from compress.layers.linear import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
 
 NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
+SHOWN = 6  # kinds of tensors in a note
+MB = 1e6
 WIDE = 32  # groups in a row without padding: whole words for codes of every width
+
+
+def undeclared_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Return a note that names the stored tensors of parts that the class of the model does not have."""
+    opened, format_ = resolved.opened, resolved.format
+    if not opened.undeclared:
+        return []
+    parts = sorted({kind_of(name) for name in opened.undeclared})
+    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    if format_.file is not None:
+        what = f"left out, because format {format_.name} has no names for them"
+    elif resolved.form is not opened:
+        what = "left out, because a pass changes the shape of the model"
+    else:
+        what = f"copied unchanged ({opened.undeclared_bytes / MB:.3g} MB)"
+    names = f"{', '.join(parts[:SHOWN])}{more}"
+    return [f"{len(opened.undeclared)} tensors that {type(opened.model).__name__} has no parts for are {what}: {names}"]
+
+
+def misread_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Return a note that names the programs that refuse the checkpoint, or compute other weights."""
+    format_ = resolved.format
+    adapted = [format_.adapt(layer.scheme) for layer in facts.values()]
+    texts = misreadings(format_.name, [scheme for scheme in adapted if scheme is not None])
+    return [f"save: format {format_.name}: {'; '.join(texts)}"] if texts else []
 
 
 def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:

@@ -23,7 +23,15 @@ from compress.models.structure.ends import End, find_ends
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.pipeline.checks import check_all
-from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, check_verification, fitted, unlimited
+from compress.pipeline.fitting import (
+    LIBRARIES_BYTES,
+    Fit,
+    check_available,
+    check_verification,
+    fitted,
+    unlimited,
+    verification_notes,
+)
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
 from compress.pipeline.output import check_folder, check_space
@@ -196,12 +204,12 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
         fit, available = unlimited(footprint), available_bytes(opened.device)
         try:
             fit = check_available(footprint, available)
-            check_verification(*reading, available)
         except ShortageError as error:
             if strict and opened.device.type == "cpu":  # on a GPU, not all that is counted is in its memory
                 raise
             too_small = f"this machine is too small for the run: {error}"
             planned = replace(planned, notes=(*planned.notes, too_small))
+        planned = replace(planned, notes=(*planned.notes, *verification_notes(*reading, available)))
     return replace(planned, memory_bytes=fit.peak_bytes, fit=fit, notes=(*planned.notes, *fit.notes))
 
 
@@ -215,8 +223,9 @@ def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
     dense = _rest_bytes(form, storage, ends) + _dense_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
     policies = planned_policies(resolved).values()
     cache_bytes = sum(spec.size_bytes(storage) for policy in policies for spec in policy.tensors().values())
-    size = sum(layer.size_bytes for layer in layers) + other_bytes + cache_bytes
-    return Plan(tuple(layers), size, dense, 0)
+    copied_bytes = form.undeclared_bytes if format_.file is None else 0
+    size = sum(layer.size_bytes for layer in layers) + other_bytes + cache_bytes + copied_bytes
+    return Plan(tuple(layers), size, dense + copied_bytes, 0)
 
 
 def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[OpenModel, Plan]:

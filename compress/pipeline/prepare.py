@@ -88,6 +88,7 @@ def prepare(
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
     resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, memory_bytes, strict=True)
+    opened.undeclared = resolved.form.undeclared
     opened.map_ends()  # the check in the plan has read them
     assert planned.fit is not None
     resolved = resolved.with_calibration(batch=planned.fit.batch)

@@ -11,7 +11,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.formats.base import StoredLayer
-from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.attentions import cache_policies
@@ -81,15 +80,17 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
 
 
 def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
-    """Raise TargetError when it is known before the run that transformers cannot load the checkpoint."""
+    """Return a note when it is known before the run that transformers cannot verify the checkpoint."""
     recipe, form, format_ = resolved.recipe, resolved.form, resolved.format
     if (reason := not_asked(recipe, form.config)) is not None:
-        return (f"save: not verified with transformers: {reason}",) if reason == format_.misread(form.config) else ()
+        return (unverified(reason),) if reason == format_.misread(form.config) else ()
     schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
     policies = cache_policies(form.model) | planned_policies(resolved)
     stated = stated_policy(form.model, policies, format_) is not None
     reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
-    if reason is not None:
-        alternative = "save: {format: native} stores it for compress.load, "
-        raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {alternative}{OWN}")
-    return ()
+    return () if reason is None else (unverified(reason),)
+
+
+def unverified(reason: str) -> str:
+    """Return the note of a plan whose checkpoint is verified with compress.load alone."""
+    return f"save: not verified with transformers: {reason}"

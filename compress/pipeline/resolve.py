@@ -220,7 +220,8 @@ def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
     model = sketch(opened.model, config)
     if model is None:
         raise ModelError(f"model: transformers {transformers.__version__} cannot build it from its configuration")
-    return replace(opened, model=model, blocks=find_blocks(model), weights=Weights(reading=opened.weights.reading))
+    weights = Weights(reading=opened.weights.reading)
+    return replace(opened, model=model, blocks=find_blocks(model), weights=weights, undeclared={})
 
 
 def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, count: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.checkpoint.caches import stated_policy
+from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
@@ -74,8 +75,9 @@ def verify(
     digests: sha256 of every layer's codes. reference: a `Batch`, and 'logits' of the computed model for them. caches:
     `cache_sha256` of every attention module with a cache policy.
 
-    Raises VerificationError, which names the layer or the reader with the difference, or the reader that cannot be
-    asked, and why.
+    Where transformers cannot be asked, the journal and the result say why.
+
+    Raises VerificationError, which names the layer or the reader with the difference.
     """
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
@@ -89,16 +91,15 @@ def verify(
     difference = _compare("compress.load", logits, reference["logits"], folder, TOLERANCE, effect)
     format_ = recipe.save.target()
     skipped = not_asked(recipe, model.config)
+    if skipped is None:
+        schemes = {name: CompressedLinear.of(layer).scheme for name, layer in linears(model).items()}
+        stated = stated_policy(model, cache_policies(model), format_) is not None
+        own_classes = Checkpoint.open(folder, trust_remote_code=recipe.trust_remote_code).skeleton()
+        skipped = unreadable(recipe, own_classes, schemes, dtype, stated)
+        skipped = skipped or _no_memory(model, dtype, folder, run.device)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), difference, None, skipped), model
-    schemes = {name: CompressedLinear.of(layer).scheme for name, layer in linears(model).items()}
-    stated = stated_policy(model, cache_policies(model), format_) is not None
-    reason = unreadable(recipe, model, schemes, dtype, stated) or _no_memory(model, dtype, folder, run.device)
-    if reason is not None:
-        raise VerificationError(
-            f"{folder}: transformers cannot verify the checkpoint: {reason}{_without_transformers()}"
-        )
     layers = _compressed_layers(model)
     kinds = {format_.reads_in(layer.scheme, dtype, layer.all_parts[0].dtype) for layer in layers} - {dtype}
     if kinds:

@@ -56,8 +56,8 @@ class Save(Options):
     )
     verify: Literal["full", "own"] = Field(
         default="full",
-        description="'own': reload with compress.load; 'full': also with transformers, an error if it cannot read the "
-        "checkpoint (format native is for compress.load alone)",
+        description="'own': reload with compress.load; 'full': also with transformers, where it can read it; "
+        "plan and report say where it cannot",
     )
     sparse: SparsePolicy = Field(
         default="auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.readers import misreadings, programs_run
 from compress.checkpoint.sources.hub import split_revision
 from compress.evaluate.result import RunResult
+from compress.layers.scheme import LayerScheme
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import answers_prompts, kind_of
@@ -34,6 +36,14 @@ INHERITED = ("license", "license_name", "license_link", "language")
 """Metadata of the base model's card that holds for the compressed model too."""
 
 
+COMMANDS = {
+    "llama.cpp": "llama.cpp runs `FOLDER/{file}` (not tested in this run).",
+    "GPTQModel": 'GPTQModel loads it: `GPTQModel.load("FOLDER")` (not tested in this run).',
+    "AutoAWQ": 'AutoAWQ loads it: `AutoAWQForCausalLM.from_quantized("FOLDER")` (not tested in this run).',
+}
+"""How programs other than transformers load a checkpoint; `file`: of a format with one file."""
+
+
 @dataclass(frozen=True)
 class CardFacts:
     """What a card states in addition to the report.
@@ -42,17 +52,23 @@ class CardFacts:
         facts: Facts of the compressed layers.
         generates: Whether the model generates text from a prompt.
         kind: ModelKind of the model.
+        schemes: Stored schemes of the compressed layers.
     """
 
     facts: frozenset[Fact]
     generates: bool
     kind: ModelKind
+    schemes: tuple[LayerScheme, ...] = ()
 
     @classmethod
-    def of(cls, steps: Sequence[Step], model: PreTrainedModel) -> CardFacts:
-        """The facts after all passes."""
+    def of(cls, steps: Sequence[Step], model: PreTrainedModel, schemes: Iterable[LayerScheme] = ()) -> CardFacts:
+        """Return the facts after all passes.
+
+        Args:
+            schemes: Stored schemes of the compressed layers.
+        """
         facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.effects(ANY_LAYER).facts)
-        return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL)
+        return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL, tuple(dict.fromkeys(schemes)))
 
 
 def write_card(report: RunResult, folder: Path, source: str, facts: CardFacts) -> None:
@@ -110,24 +126,25 @@ def _metadata(report: RunResult, source: str, facts: CardFacts, inherited: dict[
     return {
         **(base if _on_hub(source) else {}),
         **inherited,
-        "library_name": "transformers" if "transformers" in _readers(report) else PROJECT,
+        "library_name": "transformers" if "transformers" in _readers(report, facts) else PROJECT,
         "pipeline_tag": facts.kind.task,
         "tags": tags,
     }
 
 
-def _readers(report: RunResult) -> tuple[str, ...]:
-    """Other programs that read the checkpoint."""
-    recipe, verified = report.reproduce.recipe, report.verified
-    readers = FORMATS[recipe["save"]["format"]].readers
-    unread = verified.transformers is None and recipe["save"]["verify"] == "full"
-    return tuple(reader for reader in readers if not (unread and reader == "transformers"))
+def _readers(report: RunResult, facts: CardFacts) -> list[str]:
+    """Other programs that read the checkpoint in this run, or its format and grids in conformance."""
+    save = report.reproduce.recipe["save"]
+    if report.verified.transformers is not None:
+        return ["transformers", *(p for p in programs_run(save["format"], facts.schemes) if p != "transformers")]
+    tried = save["verify"] == "full" and FORMATS[save["format"]].unverified is None
+    return [p for p in programs_run(save["format"], facts.schemes) if not (tried and p == "transformers")]
 
 
 def _use(report: RunResult, facts: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
-    readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
-    auto, generates = facts.kind.auto, facts.generates
+    readers, form = _readers(report, facts), report.reproduce.recipe["save"]["format"]
+    auto = facts.kind.auto
     auto_processor = facts.kind.processor
     name = auto_processor.removeprefix("Auto").lower()
     parts = [
@@ -145,16 +162,21 @@ def _use(report: RunResult, facts: CardFacts) -> str:
             f'model = {auto}.from_pretrained("FOLDER"{option})\n'
             f'{name} = {auto_processor}.from_pretrained("FOLDER")\n```'
         )
-    if "vLLM" in readers and generates:
-        parts.append(f"vLLM reads the format {form} too (not tested in this run): `vllm serve FOLDER`.")
-    if "llama.cpp" in readers:
-        parts.append(f"llama.cpp runs `FOLDER/{FORMATS[form].file}` (not tested in this run).")
+    parts += [text.format(file=FORMATS[form].file) for program, text in COMMANDS.items() if program in readers]
+    if misread := misreadings(form, facts.schemes):
+        parts.append(f"Known not to read it: {'; '.join(misread)}.")
     if not readers:
-        parts.append(f"Other programs do not read the format {form}.")
+        parts.append("Other programs were not run on such a checkpoint.")
     return "\n\n".join(parts)
 
 
-def write_export_card(folder: Path, source: str, form: str, layers: Sequence[tuple[str, str, str, int, float]]) -> None:
+def write_export_card(
+    folder: Path,
+    source: str,
+    form: str,
+    layers: Sequence[tuple[str, str, str, int, float]],
+    schemes: Collection[LayerScheme],
+) -> None:
     """Write README.md of a converted checkpoint atomically.
 
     Args:
@@ -162,14 +184,15 @@ def write_export_card(folder: Path, source: str, form: str, layers: Sequence[tup
         source: The converted checkpoint.
         form: Its new format.
         layers: Name, scheme before, scheme after, number and relative weight error of each kind of layers.
+        schemes: Stored schemes of the compressed layers.
     """
     front = {**base_metadata(source), "library_name": PROJECT, "tags": ["compress", form]}
-    readers = FORMATS[form].readers
+    programs = programs_run(form, schemes)
     rows = [
         (name, str(count), scheme_before, scheme_after, f"{error:.3e}" if error else "0 (lossless)")
         for name, scheme_before, scheme_after, count, error in layers
     ]
-    other_readers = f" {', '.join(readers)} read this format too." if readers else ""
+    other_readers = f" {', '.join(programs)} read such checkpoints too (not tested here)." if programs else ""
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escaped(Path(source).name)}, as {form}",

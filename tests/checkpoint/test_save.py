@@ -107,6 +107,6 @@ def test_tied_tensors_are_stored_once(tiny, in_memory):
 def test_the_names_of_linears_that_stay_dense(tiny, in_memory):
     opened = in_memory(tiny("llama", num_hidden_layers=1))
     compressed = {"model.layers.0.mlp.up_proj"}
-    found = save.dense_linear_names(opened, compressed)
+    found = save.dense_modules(opened, compressed, [])
     assert "lm_head" in found and "model.layers.0.mlp.up_proj" not in found
     assert len(found) == 7

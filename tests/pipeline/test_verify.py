@@ -1,5 +1,6 @@
 """What was written wrongly, or was damaged afterwards, is found before a run is called successful."""
 
+import re
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 import compress
 from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.containers.files import file_sha256
-from compress.errors import CompressError, TargetError, VerificationError
+from compress.errors import CompressError, VerificationError
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
@@ -233,8 +234,6 @@ def test_a_checkpoint_that_transformers_cannot_load(check, folder, monkeypatch):
     ],
 )
 def test_where_transformers_is_not_asked_the_report_says_why(options, step, reason, asked, tmp_path):
-    import re
-
     result = compress.run(asked.model_copy(update={"save": Save(**options)}), tmp_path / "out")
     assert result.report["verified"]["transformers"] is None
     assert re.search(reason, result.report["verified"]["skipped"])
@@ -249,18 +248,15 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_what_transformers_cannot_read_is_an_error_before_the_run(case, recipe, pico, tiny_folder, tmp_path):
+def test_what_transformers_cannot_read_is_noted_before_and_after_the_run(case, recipe, pico, tiny_folder, tmp_path):
     family, step, reason = UNREADABLE[case]
-    model = tiny_folder(family) if family else pico
-    for work in (compress.plan, lambda asked: compress.run(asked, tmp_path / "out")):
-        message = rf"save: format compressed-tensors could not be verified: .*{reason}.*format: native.*verify: own"
-        with pytest.raises(TargetError, match=message):
-            work(recipe(step, model=model))
-    assert not (tmp_path / "out").exists()
-    for save in ({"verify": "own"}, {"format": "native"}):
-        assert compress.plan(recipe(step, model=model, save=save)).checkpoint_bytes
-    report = compress.run(recipe(step, model=model, save={"verify": "own"}), tmp_path / "own").report
-    assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is None
+    asked = recipe(step, model=tiny_folder(family) if family else pico)
+    assert any(re.search(f"not verified with transformers: .*{reason}", note) for note in compress.plan(asked).notes)
+    result = compress.run(asked, tmp_path / "out")
+    verified = result.report["verified"]
+    assert verified["own"] <= LOGITS and verified["transformers"] is None and re.search(reason, verified["skipped"])
+    assert any(re.search(f"not reloaded with .*{reason}", entry.message) for entry in result.journal.entries)
+    assert "AutoModel" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_packed_layers_whose_model_class_reads_their_weight(recipe):
@@ -281,21 +277,18 @@ def test_zero_points_with_scales_in_16_bits_load_into_a_float32_model(recipe, tm
     assert any("dequantizes these weights in bfloat16" in entry.message for entry in result.journal.entries)
 
 
-def test_without_the_package_that_reads_it_there_is_no_plan(recipe, monkeypatch):
+def test_without_the_package_that_reads_it_the_plan_says_so(recipe, monkeypatch):
     monkeypatch.setattr("compress.checkpoint.formats.compressed_tensors.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(TargetError, match=r"the package compressed-tensors is not installed .*verify: own"):
-        compress.plan(recipe(compress.RTN(group_size=32)))
+    notes = compress.plan(recipe(compress.RTN(group_size=32))).notes
+    assert any("not verified with transformers: the package compressed-tensors is not installed" in n for n in notes)
 
 
-def test_what_only_the_finished_checkpoint_shows_fails_the_run(check, finished, monkeypatch):
+def test_what_only_the_finished_checkpoint_shows_is_stated(check, finished, monkeypatch):
     monkeypatch.setattr(
         "compress.checkpoint.formats.compressed_tensors.CompressedTensors.unreadable", lambda *_: "a reason"
     )
-    with pytest.raises(
-        VerificationError, match=r"transformers cannot verify the checkpoint: a reason; .*verify: own.*nothing again"
-    ) as caught:
-        check(finished)
-    assert caught.value.exit_code == 1
+    verified = check(finished)
+    assert verified.skipped == "a reason" and verified.transformers is None and verified.own <= LOGITS
 
 
 def test_a_damaged_shard_of_an_unfinished_run_is_made_again(asked, folder, manifest_of):

@@ -1,4 +1,6 @@
-"""The reload by transformers needs the dense model in memory; where it does not fit, the run fails and says so."""
+"""The reload by transformers needs the dense model in memory; where it does not fit, the run says so."""
+
+import re
 
 import psutil
 import pytest
@@ -29,25 +31,19 @@ def test_transformers_is_not_asked_where_the_dense_model_does_not_fit(
 ):
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded whole"))
     short_of_memory(2_400_000)  # pico has 2.4 MB in float32
-    message = (
-        r"transformers cannot verify the checkpoint: the dense model with its checkpoint takes \d MB of memory, 2 MB "
-        r"are available; save: {verify: own} checks it with compress\.load alone; .*computes nothing again"
-    )
-    with pytest.raises(VerificationError, match=message) as caught:
-        compress.run(recipe(RTN(group_size=32), save=save), tmp_path)
-    assert caught.value.exit_code == 1 and not (tmp_path / "report.json").exists()
-    report = compress.run(recipe(RTN(group_size=32), save={**save, "verify": "own"}), tmp_path).report
+    report = compress.run(recipe(RTN(group_size=32), save=save), tmp_path).report
     assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is None
+    reason = r"the dense model with its checkpoint takes \d MB of memory, 2 MB are available"
+    assert re.fullmatch(reason, report["verified"]["skipped"])
 
 
 def test_it_is_asked_where_the_dense_model_and_its_checkpoint_just_fit(recipe, short_of_memory, tmp_path):
     asked = recipe(Wanda(), save={"format": "dense"})
     dense = compress.plan(asked).dense_bytes
     short_of_memory(2 * dense - 1)
-    with pytest.raises(VerificationError, match="of memory"):
-        compress.run(asked, tmp_path)
+    assert "of memory" in compress.run(asked, tmp_path / "short").report["verified"]["skipped"]
     short_of_memory(2 * dense + 100_000)  # the headers of the files
-    assert compress.run(asked, tmp_path).report["verified"]["transformers"] <= LOGITS
+    assert compress.run(asked, tmp_path / "enough").report["verified"]["transformers"] <= LOGITS
 
 
 def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypatch):

@@ -5,9 +5,11 @@ import json
 import pytest
 import yaml
 from model_families import tiny_model
+from schemes import coded
 
 import compress
 from compress.evaluate.result import RunResult
+from compress.layers.scheme import LayerScheme
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.masked import MaskedLM
 from compress.models.kinds.speech import Speech
@@ -65,20 +67,53 @@ def test_the_base_model_and_its_license_are_stated(finished, tmp_path):
     assert base_metadata(str(tmp_path)) == base_metadata("none.gguf") == base_metadata("no/such-model") == {}
 
 
-def test_only_programs_that_read_the_format_are_named(finished):
+def scheme_of(grid: str, symmetric: bool = True) -> LayerScheme:
+    return coded(grid, 32, symmetric)
+
+
+def facts_of(*schemes: LayerScheme, kind=CAUSAL) -> CardFacts:
+    return CardFacts(frozenset({"quantized"}), generates=True, kind=kind, schemes=schemes)
+
+
+def test_only_programs_that_were_run_are_named(finished):
     report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
     text = card(report, "m", FACTS, {})
-    assert "AutoModelForCausalLM" in text and "vLLM" in text and "compress.load" in text
-    native = card(changed(report, format="native"), "m", FACTS, {})
-    assert "Other programs do not read the format native" in native and "AutoModel" not in native
+    assert "AutoModelForCausalLM" in text and "compress.load" in text and "vllm serve" not in text
+    unverified = report.model_copy(update={"verified": report.verified.model_copy(update={"transformers": None})})
+    native = card(changed(unverified, format="native"), "m", FACTS, {})
+    assert "Other programs were not run" in native and "AutoModel" not in native
     assert front(native)["library_name"] == "compress-llm"
     masked = card(report, "m", CardFacts(frozenset(), generates=False, kind=MaskedLM()), {})
-    assert front(masked)["pipeline_tag"] == "fill-mask" and "AutoModelForMaskedLM" in masked and "vLLM" not in masked
+    assert front(masked)["pipeline_tag"] == "fill-mask" and "AutoModelForMaskedLM" in masked
     facts = CardFacts.of([], tiny_model("whisper"))
     assert facts.kind == Speech() and not facts.generates
     heard = card(report, "m", facts, {})
-    assert "import AutoModelForSpeechSeq2Seq, AutoProcessor" in heard and "vllm serve" not in heard
+    assert "import AutoModelForSpeechSeq2Seq, AutoProcessor" in heard
     assert 'processor = AutoProcessor.from_pretrained("FOLDER")' in heard and "AutoTokenizer" not in heard
+
+
+READERS = {
+    ("gptq", "int3", True): (["GPTQModel"], ["vLLM refuses it: it reads int4 and int8"]),
+    ("gptq", "int4", True): (["GPTQModel"], []),
+    ("gptq", "int4", False): (
+        ["GPTQModel"],
+        ["vLLM refuses it: it reads no", "ONNX Runtime GenAI computes other weights"],
+    ),
+    ("awq", "int4", False): (["GPTQModel", "AutoAWQ"], []),
+    ("gguf", "uint4", False): (["llama.cpp"], ["vLLM refuses it without a plugin"]),
+    ("compressed-tensors", "nvfp4", True): (["With transformers"], []),
+}
+
+
+@pytest.mark.parametrize("case", READERS, ids=str)
+def test_a_card_names_the_programs_of_its_format_and_grid(case, finished):
+    form, grid, symmetric = case
+    programs, misreading = READERS[case]
+    report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
+    unverified = report.model_copy(update={"verified": report.verified.model_copy(update={"transformers": None})})
+    text = card(changed(unverified, format=form, verify="own"), "m", facts_of(scheme_of(grid, symmetric)), {})
+    assert all(name in text for name in programs) and all(name in text for name in misreading)
+    assert "vllm serve" not in text
 
 
 def test_it_claims_no_test_that_was_not_made(finished):
@@ -88,4 +123,5 @@ def test_it_claims_no_test_that_was_not_made(finished):
     )
     assert "AutoModel" not in card(untested, "m", FACTS, {})  # the run tried, and transformers cannot read it
     own = changed(untested, verify="own")
-    assert "transformers and the package compressed-tensors (not tested in this run)" in card(own, "m", FACTS, {})
+    text = card(own, "m", facts_of(scheme_of("int4")), {})
+    assert "transformers and the package compressed-tensors (not tested in this run)" in text

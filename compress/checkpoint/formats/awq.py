@@ -5,7 +5,7 @@
     <m>.scales    float16 [G, O]
     config.json: quantization_config = {
         quant_method: awq, bits: 4, group_size (-1: a whole row), zero_point: true, version: gemm,
-        modules_to_not_convert: [dense linears],
+        modules_to_not_convert: [dense modules],
         dynamic: {"-:^name$": {}} for dense linears of blocks, if there are any: GPTQModel reads only this list}
 
 W^T[i, o] ~ (q - zero) * scale, with group i // group_size. The order of columns is the one in which the kernels of
@@ -157,7 +157,7 @@ class AWQ(Format):
             "group_size": size if isinstance(size, int) else -1,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ignore,
+            "modules_to_not_convert": [name.rstrip(".") for name in ignore],
         }
         inside = [name for name in ignore if in_block(name) is not None]
         return settings | {"dynamic": skipped(inside)} if inside else settings

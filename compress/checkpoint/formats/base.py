@@ -290,7 +290,7 @@ class Format(ABC):
 
         Args:
             config: the result of `config`.
-            ignore: names of dense linears.
+            ignore: as of `config`.
         """
         raise NotImplementedError(f"format {self.name} states no cache policy")
 
@@ -304,7 +304,12 @@ class Format(ABC):
 
     @abstractmethod
     def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
-        """The `quantization_config` for layers by full name; ignore: names of dense linears."""
+        """Return the `quantization_config`.
+
+        Args:
+            schemes: schemes of the compressed layers by full name.
+            ignore: names of the modules whose weights are dense; one that ends with a dot means all modules below it.
+        """
 
     @abstractmethod
     def schemes(

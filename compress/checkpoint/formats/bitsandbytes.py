@@ -10,7 +10,7 @@
                                    and nested_blocksize: 256, nested_dtype, nested_offset with double quantization}
              <m>.weight.nested_absmax float32 [ceil(O*I/block/256)], <m>.weight.nested_quant_map float32 [256]
     config.json: quantization_config = {quant_method: bitsandbytes, load_in_8bit or load_in_4bit,
-        llm_int8_threshold, llm_int8_skip_modules: [dense linears], bnb_4bit_quant_type, bnb_4bit_use_double_quant, ...}
+        llm_int8_threshold, llm_int8_skip_modules: [dense modules], bnb_4bit_quant_type, bnb_4bit_use_double_quant, ...}
 
 8 bits: W ~ code * SCB / 127; the inputs are rounded to int8 per token, except columns that reach the threshold (0: no
 such columns). 4 bits: W ~ quant_map[code] * absmax, with absmax = nested_quant_map[byte] * nested_absmax[block / 256] +
@@ -239,7 +239,7 @@ class BitsAndBytes(Format):
             "load_in_8bit": grid is INT8,
             "load_in_4bit": grid is not INT8,
             "llm_int8_threshold": 6.0 if rounding is None else rounding.threshold or 0.0,
-            "llm_int8_skip_modules": ignore,
+            "llm_int8_skip_modules": [name.rstrip(".") for name in ignore],
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
             "bnb_4bit_quant_type": kind,

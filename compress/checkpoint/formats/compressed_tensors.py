@@ -1,11 +1,13 @@
 """The format `compressed-tensors`: one config with groups of layers; each layout is a file in `layouts/`.
 
     config.json: quantization_config = {
-        quant_method: compressed-tensors, version, format, quantization_status: compressed, ignore: [dense linears],
+        quant_method: compressed-tensors, version, format, quantization_status: compressed, ignore: [dense modules],
         config_groups: {group_0: {targets: [Linear] or module names, weights: {...}, input_activations, format}}}
 
 The reader requires `quantization_status` and the `format` of each group. If all layers share one scheme, the target is
-the class name `Linear`; otherwise each group lists its modules.
+the class name `Linear`; otherwise each group lists its modules. Servers match the class name of every module that they
+build as a linear, among them routers, which are no linears in transformers; `ignore` therefore names all modules with
+dense weights, by patterns for those of several blocks.
 
     kv_cache_scheme: {num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}
     <attention>.k_scale, <attention>.v_scale   float [1]
@@ -33,6 +35,7 @@ from compress.checkpoint.formats.config_groups import (
     KEYS,
     cache_grid,
     check_other_parts,
+    ignored,
     schemes_of_group,
     specificity,
 )
@@ -242,7 +245,7 @@ class CompressedTensors(Format):
             "version": WRITES_AS,
             "format": summary,
             "quantization_status": "compressed",
-            "ignore": ignore,
+            "ignore": ignored(ignore, schemes),
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
             "sparsity_config": {},

@@ -5,7 +5,8 @@ The keys are those of QuantizationConfig, QuantizationScheme and QuantizationArg
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from compress.checkpoint.formats.accepted import (
@@ -108,6 +109,31 @@ def specificity(target: str, name: str) -> int:
     if target.startswith("re:"):
         return 2 * matches(target.removeprefix("re:"), name)
     return 3 * (target == name) or int(target == "Linear")
+
+
+def ignored(names: Sequence[str], compressed: Collection[str]) -> list[str]:
+    """Return the `ignore` list of dense modules: a pattern for modules of one kind, if it matches no compressed layer.
+
+    Args:
+        names: as of `Format.config`.
+        compressed: names of the compressed layers.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_pattern_of(name), []).append(name)
+    entries = []
+    for pattern, alike in kinds.items():
+        shared = (len(alike) > 1 or alike[0].endswith(".")) and not any(re.match(pattern, name) for name in compressed)
+        entries += [f"re:{pattern}"] if shared else alike
+    return entries
+
+
+def _pattern_of(name: str) -> str:
+    """Return a pattern of the modules with this name in all blocks, whatever precedes the blocks."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), -1)
+    inside = [r"\d+" if part.isdecimal() else re.escape(part) if part else ".*" for part in parts[number + 1 :]]
+    return r".*\." + r"\.".join(inside) + "$"
 
 
 def _block(value: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -62,43 +63,57 @@ def lacking(model: nn.Module, folder: Path, stored: Mapping[str, Place], packed:
     raise AssertionError("match finds this model")
 
 
-def check_none_unread(model: PreTrainedModel, folder: Path, names: Iterable[str]) -> list[str]:
-    """Check the names of stored tensors that are not read into a model.
+@dataclass(frozen=True)
+class Undeclared:
+    """Names of stored tensors that the class of a model does not declare.
 
-    Accepted are tensors that transformers computes itself or ignores for this class, and those of parts that the class
-    does not compute: other heads, and the pooler.
+    Attributes:
+        parts: of modules that the class does not have, such as layers for the prediction of several tokens, other heads
+            and poolers.
+        computed: that the model computes itself, or that transformers ignores in modules that the class has.
+    """
 
-    Returns:
-        A note, if there are tensors of such parts.
+    parts: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """A note on the tensors that are left out."""
+        if not self.computed:
+            return []
+        more = f" and {len(self.computed) - MOST} more" if len(self.computed) > MOST else ""
+        return [f"{', '.join(self.computed[:MOST])}{more} are left out: the model computes them, or ignores them"]
+
+
+def undeclared(model: PreTrainedModel, folder: Path, names: Iterable[str]) -> Undeclared:
+    """Divide the names of stored tensors that are not read into a model.
 
     Raises:
-        ModelError: for all other names.
+        ModelError: for tensors of modules that the class has, and of numbered blocks that it does not expect.
     """
-    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED}
+    expected = model._keys_to_ignore_on_load_unexpected or ()
     buffers = {name for name, _ in model.named_buffers()}
     modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
-    unread, apart = [], set()
+    unread, computed, parts = [], [], []
     for name, new in sorted(renamed(model, list(names)).items()):
         spellings = (new, new.removeprefix(prefix), prefix + new)
         heads = (new.split(".")[0], new.removeprefix(prefix).split(".")[0], prefix + new.split(".")[0])
         spelling = next((s for s, head in zip(spellings, heads, strict=True) if head in modules), new)
-        if any(s in buffers for s in spellings) or any(re.search(pattern, new) for pattern in patterns):
-            continue
         part = _first_absent(spelling, modules)
-        if part != spelling and ("." not in part or part.rpartition(".")[2] in APART):
-            apart.add(part)
+        is_expected = any(re.search(pattern, new) for pattern in expected)
+        if any(s in buffers for s in spellings) or any(re.search(pattern, new) for pattern in COMPUTED):
+            computed.append(name)
+        elif part != spelling and (is_expected or "." not in part or part.rpartition(".")[2] in APART):
+            parts.append(name)
         else:
-            unread.append(name)
+            (computed if is_expected else unread).append(name)
     if unread:
         more = f" and {len(unread) - MOST} more" if len(unread) > MOST else ""
         raise ModelError(
             f"model: {folder} holds tensors that are not read: {', '.join(unread[:MOST])}{more}; "
             "its config.json describes another model: fetch both again"
         )
-    parts = ", ".join(sorted(apart))
-    return (
-        [f"{parts} in the files of the model are not read: {type(model).__name__} has no such parts"] if parts else []
-    )
+    return Undeclared(tuple(parts), tuple(computed))
 
 
 def _first_absent(name: str, modules: Set[str]) -> str:

@@ -99,7 +99,8 @@ class ModuleNames:
     A pattern that matches linears inside the blocks means these only; another one may name the embedding or LM head.
 
     Attributes:
-        linears: linears inside the blocks.
+        linears: linears inside the blocks. Those with one output, such as the gate of a shared expert, are not among
+            them: they hold no bytes to save, and servers build them without quantization.
         other_modules: all other modules that contain none of these linears.
         blocks: names of the blocks.
         ends: the input embedding and the LM head.
@@ -115,16 +116,15 @@ class ModuleNames:
     @classmethod
     def of(cls, model: PreTrainedModel, blocks: Sequence[Block]) -> ModuleNames:
         """Collect the names of the modules of a model."""
-        inside = {f"{b.name}.{name}": _classes(m) for b in blocks for name, m in linears(b.module).items()}
+        layers = {f"{b.name}.{name}": m for b in blocks for name, m in linears(b.module).items()}
+        shapes = {name: CompressedLinear.of(module).shape for name, module in layers.items()}
+        inside = {name: _classes(module) for name, module in layers.items() if shapes[name][0] > 1}
         containers = {name[:end] for name in inside for end, letter in enumerate(name) if letter == "."}
         parts = tuple(f"{name}." for name in inside)
         other_modules = {
             name: _classes(module)
             for name, module in model.named_modules()
             if name and name not in inside and name not in containers and not name.startswith(parts)
-        }
-        shapes = {
-            f"{b.name}.{name}": CompressedLinear.of(m).shape for b in blocks for name, m in linears(b.module).items()
         }
         ends = tuple(find_ends(model))
         shapes |= {end.name: layer_of(model.get_submodule(end.name)).shape for end in ends}

@@ -103,13 +103,13 @@ def test_a_missing_tensor_is_an_error(name, written, tmp_path):
         compress.load(folder)
 
 
-def test_tensors_that_models_compute_and_heads_of_other_classes_are_no_error(written, tmp_path):
-    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4), "mtp.fc.weight": torch.ones(2, 2)}
+def test_tensors_that_models_compute_are_left_out_and_parts_of_other_classes_copied(written, tmp_path):
+    frequencies = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    extra = {frequencies: torch.ones(4), "mtp.fc.weight": torch.ones(2, 2)}
     folder = changed(written("dense"), tmp_path / "x", tensors=lambda stored: stored.update(extra))
-    assert (
-        "mtp in the files of the model are not read: LlamaForCausalLM has no such parts"
-        in open_model(str(folder)).notes
-    )
+    opened = open_model(str(folder))
+    assert f"{frequencies} are left out: the model computes them, or ignores them" in opened.notes
+    assert list(opened.undeclared) == ["mtp.fc.weight"]
 
 
 @pytest.mark.parametrize(

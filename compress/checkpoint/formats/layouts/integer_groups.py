@@ -149,5 +149,6 @@ def in_block(name: str) -> str | None:
 
 
 def skipped(names: Collection[str]) -> dict[str, dict[str, str]]:
-    """The entries of `dynamic` by which GPTQModel leaves linears dense."""
-    return {f"-:^{re.escape(name)}$": {} for name in names}
+    """The entries of `dynamic` by which readers leave modules dense."""
+    ends = {name: r"(\.|$)" if name.endswith(".") else "$" for name in names}
+    return {f"-:^{re.escape(name.rstrip('.'))}{end}": {} for name, end in ends.items()}

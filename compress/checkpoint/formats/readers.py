@@ -1,0 +1,42 @@
+"""Which programs were run on checkpoints of a format, and which misread them (`readers.yaml`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from compress.layers.scheme import LayerScheme
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the content of `readers.yaml`."""
+    return yaml.safe_load(files("compress.checkpoint.formats").joinpath("readers.yaml").read_text(encoding="utf-8"))
+
+
+def programs_run(format_name: str, schemes: Collection[LayerScheme]) -> list[str]:
+    """Return the programs that read all grids of these layers in conformance.
+
+    Args:
+        schemes: of the compressed layers; none: no program was run on codes.
+    """
+    grids = {scheme.codes.grid.name for scheme in schemes if scheme.codes is not None}
+    programs = table()["run"].get(format_name, {})
+    return [name for name, read in programs.items() if grids and grids <= set(read)]
+
+
+def misreadings(format_name: str, schemes: Collection[LayerScheme]) -> list[str]:
+    """Return a text for each program that is known to refuse these layers, or to compute others.
+
+    Args:
+        schemes: of the compressed layers.
+    """
+    codes = [scheme.codes for scheme in schemes if scheme.codes is not None]
+    grids, zeros = {part.grid.name for part in codes}, any(not part.symmetric for part in codes)
+    rows = [row for row in table()["misread"].get(format_name, ()) if codes]
+    rows = [row for row in rows if grids & set(row.get("grids", grids)) and (zeros or not row.get("zero_points"))]
+    return [f"{row['reader']} {row['effect']}" for row in rows]

@@ -1,0 +1,59 @@
+"""The table of readers states what conformance ran, and plans name the programs that misread a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+
+import compress
+from compress import RTN
+from compress.checkpoint.formats.readers import table
+
+ROWS = Path(__file__).parents[2] / "conformance" / "TABLE.md"
+PROGRAMS = {
+    "compressed-tensors": "transformers",
+    "gptqmodel": "GPTQModel",
+    "autoawq": "AutoAWQ",
+    "bitsandbytes": "transformers",
+    "llamacpp": "llama.cpp",
+}
+"""The program of each owner's environment."""
+GRIDS = {
+    "fp8": "fp8_e4m3",
+    "Q2_K": "uint2_k",
+    "Q3_K_M": "int3_k",
+    "Q4_K_M": "uint4_k",
+    "Q5_K_M": "uint5_k",
+    "Q6_K": "int6_k",
+}
+"""The grids of labels that do not begin with one."""
+
+
+def test_the_table_is_that_of_the_rows_of_conformance():
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in ROWS.read_text().splitlines() if line[:2] == "| "
+    ]
+    ran = set()
+    for _, form, label, writer, owner, _, _, result in rows[2:]:
+        if writer == "compress" and result == "agrees":
+            first = label.split()[0]
+            ran.add((form, PROGRAMS[owner], GRIDS.get(first, first)))
+    stated = table()["run"]
+    assert {
+        (f, name, grid) for f, programs in stated.items() for name, grids in programs.items() for grid in grids
+    } == ran
+
+
+@pytest.mark.parametrize(
+    ("step", "form", "text"),
+    [
+        (RTN(weights="int3", group_size=32), "gptq", "vLLM refuses it: it reads int4 and int8"),
+        (RTN(group_size=32, symmetric=False), "gptq", "ONNX Runtime GenAI computes other weights"),
+        (RTN(weights="nf4"), "bitsandbytes", "vLLM refuses it without a plugin"),
+    ],
+)
+def test_a_plan_names_the_programs_that_misread_the_checkpoint(step, form, text, recipe):
+    assert any(text in note for note in compress.plan(recipe(step, save={"format": form})).notes)
+
+
+def test_a_plan_names_none_where_none_is_known(recipe):
+    assert not any(note.startswith("save: format") for note in compress.plan(recipe(RTN(group_size=32))).notes)

@@ -323,9 +323,9 @@ class LevelGrid(SymmetricGrid):
         if below == above:
             return super().fit(low, high, symmetric, dtype, shared)
         # the least scale that reaches both ends, of the sign that allows the smaller one
-        upright = torch.maximum(-low / below, high / above)
-        mirrored = torch.maximum(-low / above, high / below)
-        scale = self.scaling.round(torch.minimum(upright, mirrored) * self.span, self.span, dtype, shared)
+        upright = torch.maximum(-low * (self.span / below), high * (self.span / above))
+        mirrored = torch.maximum(high * (self.span / below), -low * (self.span / above))
+        scale = self.scaling.round(torch.minimum(upright, mirrored), self.span, dtype, shared)
         return torch.where(mirrored < upright, -scale, scale), None
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -137,11 +137,11 @@ def test_a_scale_beyond_the_storage_dtype_becomes_its_smallest_or_largest_number
 @pytest.mark.parametrize("grid", PLAIN, ids=by_name)
 @quick
 @given(low=NUMBER, high=NUMBER, dtype=st.sampled_from(DTYPES), symmetric=st.booleans())
-def test_the_scale_is_representable_in_the_storage_dtype_and_positive(grid, low, high, dtype, symmetric):
+def test_the_scale_is_representable_in_the_storage_dtype_and_not_zero(grid, low, high, dtype, symmetric):
     low, high = torch.tensor(min(low, high)), torch.tensor(max(low, high))
     scale, zero = grid.fit(low, high, symmetric or not isinstance(grid, IntGrid), dtype)
     assert scale.dtype == torch.float32
-    assert float(scale) == float(scale.to(dtype)) > 0
+    assert float(scale) == float(scale.to(dtype)) and (float(scale) > 0 or (grid.scaling.signed and scale != 0))
     if zero is not None:
         assert float(zero) == round(float(zero))
         assert grid.lowest <= float(zero) <= grid.highest

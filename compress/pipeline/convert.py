@@ -88,7 +88,8 @@ def export(
     exported = plan.convert() + _rounded_ends(model, tokenizer, form)
     save(model, out, format, tokenizer, dtype)
     rows = [(line.name, line.before, line.after, line.count, line.error) for line in exported]
-    write_export_card(Path(out), str(folder), format, rows, [layer.scheme for layer in layers.values()])
+    programs = form.programs_run([layer.scheme for layer in layers.values()])
+    write_export_card(Path(out), str(folder), format, rows, programs)
     return exported
 
 

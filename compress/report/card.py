@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.formats.readers import misreadings, programs_run
 from compress.checkpoint.sources.hub import split_revision
 from compress.evaluate.result import RunResult
-from compress.layers.scheme import LayerScheme
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import answers_prompts, kind_of
@@ -52,23 +50,27 @@ class CardFacts:
         facts: Facts of the compressed layers.
         generates: Whether the model generates text from a prompt.
         kind: ModelKind of the model.
-        schemes: Stored schemes of the compressed layers.
+        programs: Programs that read such checkpoints in conformance.
+        misreadings: What other programs are known to do with it.
     """
 
     facts: frozenset[Fact]
     generates: bool
     kind: ModelKind
-    schemes: tuple[LayerScheme, ...] = ()
+    programs: tuple[str, ...] = ()
+    misreadings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, steps: Sequence[Step], model: PreTrainedModel, schemes: Iterable[LayerScheme] = ()) -> CardFacts:
-        """Return the facts after all passes.
-
-        Args:
-            schemes: Stored schemes of the compressed layers.
-        """
+    def of(
+        cls,
+        steps: Sequence[Step],
+        model: PreTrainedModel,
+        programs: Iterable[str] = (),
+        misreadings: Iterable[str] = (),
+    ) -> CardFacts:
+        """Return the facts after all passes; the programs are those of the attributes."""
         facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.effects(ANY_LAYER).facts)
-        return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL, tuple(dict.fromkeys(schemes)))
+        return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL, tuple(programs), tuple(misreadings))
 
 
 def write_card(report: RunResult, folder: Path, source: str, facts: CardFacts) -> None:
@@ -136,9 +138,9 @@ def _readers(report: RunResult, facts: CardFacts) -> list[str]:
     """Other programs that read the checkpoint in this run, or its format and grids in conformance."""
     save = report.reproduce.recipe["save"]
     if report.verified.transformers is not None:
-        return ["transformers", *(p for p in programs_run(save["format"], facts.schemes) if p != "transformers")]
+        return ["transformers", *(name for name in facts.programs if name != "transformers")]
     tried = save["verify"] == "full" and FORMATS[save["format"]].unverified is None
-    return [p for p in programs_run(save["format"], facts.schemes) if not (tried and p == "transformers")]
+    return [name for name in facts.programs if not (tried and name == "transformers")]
 
 
 def _use(report: RunResult, facts: CardFacts) -> str:
@@ -163,8 +165,8 @@ def _use(report: RunResult, facts: CardFacts) -> str:
             f'{name} = {auto_processor}.from_pretrained("FOLDER")\n```'
         )
     parts += [text.format(file=FORMATS[form].file) for program, text in COMMANDS.items() if program in readers]
-    if misread := misreadings(form, facts.schemes):
-        parts.append(f"Known not to read it: {'; '.join(misread)}.")
+    if facts.misreadings:
+        parts.append(f"Known not to read it: {'; '.join(facts.misreadings)}.")
     if not readers:
         parts.append("Other programs were not run on such a checkpoint.")
     return "\n\n".join(parts)
@@ -175,7 +177,7 @@ def write_export_card(
     source: str,
     form: str,
     layers: Sequence[tuple[str, str, str, int, float]],
-    schemes: Collection[LayerScheme],
+    programs: Sequence[str],
 ) -> None:
     """Write README.md of a converted checkpoint atomically.
 
@@ -184,10 +186,9 @@ def write_export_card(
         source: The converted checkpoint.
         form: Its new format.
         layers: Name, scheme before, scheme after, number and relative weight error of each kind of layers.
-        schemes: Stored schemes of the compressed layers.
+        programs: Programs that read such checkpoints in conformance.
     """
     front = {**base_metadata(source), "library_name": PROJECT, "tags": ["compress", form]}
-    programs = programs_run(form, schemes)
     rows = [
         (name, str(count), scheme_before, scheme_after, f"{error:.3e}" if error else "0 (lossless)")
         for name, scheme_before, scheme_after, count, error in layers

@@ -8,8 +8,8 @@ from model_families import tiny_model
 from schemes import coded
 
 import compress
+from compress.checkpoint.formats.readers import misreadings, programs_run
 from compress.evaluate.result import RunResult
-from compress.layers.scheme import LayerScheme
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.masked import MaskedLM
 from compress.models.kinds.speech import Speech
@@ -67,12 +67,10 @@ def test_the_base_model_and_its_license_are_stated(finished, tmp_path):
     assert base_metadata(str(tmp_path)) == base_metadata("none.gguf") == base_metadata("no/such-model") == {}
 
 
-def scheme_of(grid: str, symmetric: bool = True) -> LayerScheme:
-    return coded(grid, 32, symmetric)
-
-
-def facts_of(*schemes: LayerScheme, kind=CAUSAL) -> CardFacts:
-    return CardFacts(frozenset({"quantized"}), generates=True, kind=kind, schemes=schemes)
+def facts_of(form: str, grid: str, symmetric: bool = True) -> CardFacts:
+    schemes = [coded(grid, 32, symmetric)]
+    programs = {"programs": tuple(programs_run(form, schemes)), "misreadings": tuple(misreadings(form, schemes))}
+    return CardFacts(frozenset({"quantized"}), generates=True, kind=CAUSAL, **programs)
 
 
 def test_only_programs_that_were_run_are_named(finished):
@@ -111,7 +109,7 @@ def test_a_card_names_the_programs_of_its_format_and_grid(case, finished):
     programs, misreading = READERS[case]
     report = RunResult.from_json(json.loads((finished / "report.json").read_text()))
     unverified = report.model_copy(update={"verified": report.verified.model_copy(update={"transformers": None})})
-    text = card(changed(unverified, format=form, verify="own"), "m", facts_of(scheme_of(grid, symmetric)), {})
+    text = card(changed(unverified, format=form, verify="own"), "m", facts_of(form, grid, symmetric), {})
     assert all(name in text for name in programs) and all(name in text for name in misreading)
     assert "vllm serve" not in text
 
@@ -123,5 +121,5 @@ def test_it_claims_no_test_that_was_not_made(finished):
     )
     assert "AutoModel" not in card(untested, "m", FACTS, {})  # the run tried, and transformers cannot read it
     own = changed(untested, verify="own")
-    text = card(own, "m", facts_of(scheme_of("int4")), {})
+    text = card(own, "m", facts_of("compressed-tensors", "int4"), {})
     assert "transformers and the package compressed-tensors (not tested in this run)" in text

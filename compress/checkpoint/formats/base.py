@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.checkpoint.formats.accepted import OBJECT, TEXT, Accepted, check_keys, without_effect
+from compress.checkpoint.formats.readers import programs_run
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
@@ -167,6 +168,10 @@ class Format(ABC):
     def unverified(self) -> str | None:
         """Why a run does not reload its checkpoint with transformers; None if it does."""
         return None if self.readers else f"format {self.name} is read by compress.load only"
+
+    def programs_run(self, schemes: Collection[LayerScheme]) -> list[str]:
+        """Return the programs that read all grids of these compressed layers in conformance."""
+        return programs_run(self.name, schemes)
 
     def misread(self, config: PretrainedConfig) -> str | None:
         """Return why transformers makes another model of a correct checkpoint; None if nothing is known.

@@ -20,7 +20,7 @@ from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_examples
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
-from compress.pipeline.problems import Problems
+from compress.passes.contract.problems import Problems
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 

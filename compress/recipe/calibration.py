@@ -10,7 +10,8 @@ from typing_extensions import Self
 
 from compress.data.ids import shares
 from compress.data.text_source import TextSource, path_text
-from compress.passes.contract.options import OptionError, Options, mistake
+from compress.passes.contract.options import Options, option_error
+from compress.passes.contract.problems import for_all
 
 Text = TypeVar("Text", bound=TextSource)
 
@@ -26,8 +27,7 @@ def _read(kind: type[Text], spelled: Any, index: int) -> Text:
     try:
         return kind.model_validate({"source": spelled} if isinstance(spelled, str) else spelled)
     except ValidationError as error:
-        place, message = mistake(error, kind)
-        raise OptionError((index, *place), message) from error
+        raise option_error(error, kind, (index,)) from error
 
 
 def _mixture(value: Any) -> Any:
@@ -35,16 +35,19 @@ def _mixture(value: Any) -> Any:
         return value
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
         raise ValueError("must be a list of texts, such as [{source: embedded, weight: 2}, {source: notes.jsonl}]")
-    return tuple(_read(WeightedText, item, i) for i, item in enumerate(value))
+    return tuple(for_all(lambda item: _read(WeightedText, item[1], item[0]), enumerate(value)))
 
 
 def _evaluated(value: Any) -> Any:
     """Validate the texts of an evaluation; a plain name stays a name."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return value
-    return tuple(
-        _read(TextSource, item, i) if isinstance(item, Mapping) else path_text(item) for i, item in enumerate(value)
-    )
+
+    def read(item: tuple[int, Any]) -> Any:
+        index, text = item
+        return _read(TextSource, text, index) if isinstance(text, Mapping) else path_text(text)
+
+    return tuple(for_all(read, enumerate(value)))
 
 
 Mixture = Annotated[tuple[WeightedText, ...] | None, BeforeValidator(_mixture)]

@@ -14,7 +14,9 @@ from typing import Any
 
 from compress.data.dataset_rows import BUILDERS
 from compress.data.text_source import FILES
+from compress.passes.contract.problems import Problems
 from compress.passes.contract.wording import Place, recipe_error
+from compress.recipe.sensitivities import KEY as SENSITIVITY
 from compress.recipe.shipped import SUFFIXES
 
 NEAR = 3  # parts of the folder around a recipe and a path, such as / home alice, so that the path between hides them
@@ -71,22 +73,21 @@ def with_paths(data: Any, change: Change, folder: Path | None = None) -> Any:
     def step(value: Any, place: Place) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {key: of_mapping(options, (*place, key), {"teacher": model}) for key, options in value.items()}
+        fields = {SENSITIVITY: {"file": always}}
+        return {k: of_mapping(options, (*place, k), fields.get(k, {"teacher": model})) for k, options in value.items()}
 
     parts = {"model": model, "calibration": text, "plugins": each(always), "passes": each(step), "eval": evaluation}
     return of_mapping(data, (), parts)
 
 
-def located(data: Any, folder: Path, replaced: Collection[Place] = ()) -> Any:
+def located(data: Any, folder: Path, problems: Problems, replaced: Collection[Place] = ()) -> Any:
     """Return the plain values of a recipe file with absolute paths.
 
     Args:
         data: values of the file.
         folder: folder of the file.
+        problems: receives an error for each path that exists in the current folder, and not in that of the recipe.
         replaced: places whose values will be replaced, which are not read.
-
-    Raises:
-        RecipeError: for a path that exists in the current folder, and not in that of the recipe.
     """
     root = Path(abspath(folder))
 
@@ -95,11 +96,8 @@ def located(data: Any, folder: Path, replaced: Collection[Place] = ()) -> Any:
         if any(place[: len(other)] == other for other in replaced):
             return value
         if not (root / path).exists() and Path(path).exists():
-            raise recipe_error(
-                place,
-                f"{value} is not in the folder of the recipe, to which its paths are relative; write "
-                f"{os.path.relpath(path, root)}",
-            )
+            reason = f"{value} is not in the folder of the recipe, to which its paths are relative"
+            problems.add(recipe_error(place, f"{reason}; write {os.path.relpath(path, root)}"))
         return os.path.normpath(root / path)
 
     def check(value: str, place: Place) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -34,6 +34,13 @@ INHERITED = "inherited"
 
 DENSE = "none"
 """The value of `weights` in an override for layers that the pass skips."""
+
+
+MODEL_SOURCE = object()
+"""The mark of an option that names a model."""
+
+ModelSource = Annotated[str, MODEL_SOURCE]
+"""The type of an option that names a model: a hub id, a folder or a .gguf file, relative to the recipe's folder."""
 
 
 class OptionError(RecipeError, ValueError):
@@ -114,7 +121,10 @@ def mistakes(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[P
     Of a value that is none of several alternatives, only the mistake of the first alternative is one.
     """
     unions: set[Place] = set()
+    places = [detail["loc"] for detail in error.errors()]
     for detail in error.errors():
+        if detail["type"] == "too_short" and any(detail["loc"] == place[:-1] for place in places):
+            continue  # without the wrong items
         union = _union_in(model, detail["loc"])
         if union is not None:
             if union in unions:

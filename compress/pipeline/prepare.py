@@ -29,7 +29,7 @@ from compress.pipeline.reference import TOKENS, check_source
 from compress.pipeline.resolve import ResolvedRecipe, resolve_and_check, run_of
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
-from compress.pipeline.texts import calibration_examples, eval_examples, overlaps_of
+from compress.pipeline.texts import NOT_IN_RECIPE, calibration_examples, eval_examples, given_texts, overlaps_of
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
 from compress.sweep.quantized_embeddings import quantize_embeddings
@@ -106,6 +106,8 @@ def prepare(
         open_original=partial(open_original, recipe, opened),
         work=out / WORK / "passes",
     )
+    for text in {use.label: use for use in given_texts(recipe, opened)}.values():
+        journal.add("note", "data", f"{text.label} (sha256 {text.data.sha256[:12]}) {NOT_IN_RECIPE}")
     accept = settled_check(resolved)
     evaluated = eval_examples(recipe, opened)
     texts = {use.text: windows for windows, use in evaluated}

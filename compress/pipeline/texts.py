@@ -14,7 +14,7 @@ from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.overlap import overlap_of
 from compress.data.self_sampling import self_sampled
-from compress.data.text_source import Part, TextSource, as_source
+from compress.data.text_source import GivenText, Part, TextSource, as_source
 from compress.errors import RecipeError, reported_as
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_examples
@@ -101,6 +101,17 @@ def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
     key = "agreement" if is_headless(model) else "perplexity"
     settings = recipe.eval.model_copy(update={key: tuple(stated(text, "test") for text in evaluated)})
     return recipe.model_copy(update={"calibration": calibration, "eval": settings})
+
+
+NOT_IN_RECIPE = "are not part of the recipe, which alone does not repeat this run; pass the same data to compress.run"
+"""The end of a note on data of a program."""
+
+
+def given_texts(recipe: Recipe, opened: OpenModel) -> list[GivenText]:
+    """Return the texts of a recipe that a program passed to `run`."""
+    evaluated = [as_source(text) for text in texts_of(recipe.eval, opened.model)]
+    texts = [text for text, _ in recipe.calibration.texts()] + evaluated
+    return [text for text in texts if isinstance(text, GivenText)]
 
 
 def check_texts(recipe: Recipe, opened: OpenModel) -> None:

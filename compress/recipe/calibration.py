@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from compress.data.ids import shares
-from compress.data.text_source import TextSource, path_text
+from compress.data.text_source import PYTHON, GivenData, GivenText, TextSource, path_text
 from compress.passes.contract.options import Options, option_error
 from compress.passes.contract.problems import for_all
 
@@ -95,7 +95,15 @@ class Calibration(Options, TextSource):
 
     def with_source(self, source: str) -> Calibration:
         """Return the same shape with another text in place of the source, the data set or the mixture."""
-        shape = {
-            name: getattr(self, name) for name in ("sequences", "length", "batch") if name in self.model_fields_set
-        }
-        return Calibration(source=source, **shape)
+        return Calibration(source=source, **self._shape())
+
+    def with_data(self, data: GivenData) -> Calibration:
+        """Return the same shape with the data of a program in place of the text."""
+        return GivenCalibration(source=PYTHON, data=data, **self._shape())
+
+    def _shape(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("sequences", "length", "batch") if name in self.model_fields_set}
+
+
+class GivenCalibration(GivenText, Calibration):
+    """Calibration data that a program passes to `run`."""

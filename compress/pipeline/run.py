@@ -45,10 +45,10 @@ def run(
     standard error; where that is no terminal, a line for every tenth. memory: the limit of memory of the process, such
     as '8GB' or a number of bytes: activations beyond it go to files, then calibration batches become smaller; a run
     that does not fit all the same is an error before any work. on_failure: receives the report of a run with a complete
-    checkpoint and a failed evaluator, which it names (`failed`); the error of the evaluator is then raised. calibration,
-    evaluation: data in place of the texts of the recipe: a list of texts, a Dataset or a DataLoader of texts or token ids,
-    a tensor of token ids, a `Calibration`, or the name of a text. The recipe states how much of it is read; data that it
-    cannot state is recorded by its digest, and the recipe alone does not repeat the run.
+    checkpoint and a failed evaluator, which it names (`failed`); the error of the evaluator is then raised.
+    calibration, evaluation: data in place of the texts of the recipe: a list of texts, a Dataset or a DataLoader of
+    texts or token ids, a tensor of token ids, a `Calibration`, or the name of a text. The recipe states how much of it
+    is read; data that it cannot state are recorded by their digest, and the recipe alone does not repeat the run.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, they divide the calibration sequences, the solving of layers,

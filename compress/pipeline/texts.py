@@ -56,6 +56,48 @@ def suited(settings: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str,
     return settings.model_copy(update={name: unfit[name] for name in unanswered}), (note,)
 
 
+def divided_as_in(inputs: Mapping[str, Any], recipe: Recipe, model: PreTrainedModel) -> Recipe:
+    """Return a recipe whose calibration texts are divided as in an earlier run, whatever the evaluation reads now.
+
+    So another evaluation of a complete run is no other run. Evaluation texts that its calibration has read whole are
+    read whole, too, with a warning.
+
+    Args:
+        inputs: inputs of the earlier run (`provenance.inputs_of`); empty if there is none.
+        recipe: the recipe.
+        model: its model.
+    """
+    recorded = inputs.get("recipe", {}).get("calibration", {})
+    calibration = recipe.calibration
+    names = set(TextSource.model_fields) - {"divided"}
+    earlier = [recorded] if calibration.mixture is None else recorded.get("mixture") or []
+    whole: set[tuple[str, ...] | None] = set()
+
+    def as_recorded(text: Text) -> Text:
+        values = text.model_dump(mode="json")
+        same = [part for part in earlier if all(part.get(name) == values[name] for name in names)]
+        if text.divided is not None or not same:
+            return text
+        if not same[0]["divided"]:
+            whole.add(origin(text, "calibration"))
+        return text.model_copy(update={"divided": same[0]["divided"]})
+
+    if calibration.mixture is None:
+        calibration = as_recorded(calibration)
+    else:
+        calibration = calibration.model_copy(update={"mixture": tuple(map(as_recorded, calibration.mixture))})
+    settings = recipe.eval
+    if settings is not None:
+        key = "agreement" if is_headless(model) else "perplexity"
+        texts = [as_source(text) for text in texts_of(settings, model)]
+        is_whole = [text.divided is None and origin(text, "test") in whole - {None} for text in texts]
+        if any(is_whole):
+            pairs = zip(texts, is_whole, strict=True)
+            texts = [text.model_copy(update={"divided": False}) if mark else text for text, mark in pairs]
+            settings = settings.model_copy(update={key: tuple(texts)})
+    return recipe.model_copy(update={"calibration": calibration, "eval": settings})
+
+
 def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
     """Return the recipe in which texts that both the calibration and the evaluation read are divided between them.
 

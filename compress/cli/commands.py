@@ -14,7 +14,7 @@ from compress.cli.complete import complete_compute, complete_pruning, complete_s
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import echo, print_json, print_plan, print_report
-from compress.recipe.shipped import check_syntax, find_recipe
+from compress.recipe.shipped import find_recipe
 from compress.version import __version__
 
 if TYPE_CHECKING:
@@ -247,8 +247,10 @@ def _prompt(prompt: str | None) -> str:
 
 def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
     """Read a recipe with the settings of `recipe_options`."""
+    from compress.recipe.names import check_file
+
     settings = settings_of(**options, model=model)
-    check_syntax(recipe)
+    check_file(recipe, settings)
     with without_collection():
         from compress.recipe.schema import Recipe  # torch takes seconds to import; --help does not need it
 
@@ -257,7 +259,10 @@ def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
 
 def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
     """Build a recipe from plain values with the settings of `recipe_options`."""
+    from compress.recipe.names import check_data
+
     settings = settings_of(**options)
+    check_data(data, settings)
     with without_collection():
         from compress.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ import click
 from compress.cli.complete import complete_device, complete_recipe
 from compress.cli.group import without_collection
 from compress.cli.show import echo, print_json, print_table
-from compress.recipe.shipped import SUFFIXES, check_syntax, shipped
+from compress.recipe.shipped import SUFFIXES, shipped
 
 if TYPE_CHECKING:
     from compress.pipeline.rooflines import Roofline
@@ -53,7 +53,9 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
         raise click.UsageError("write a MODEL, FOLDER or RECIPE, or --devices")
     is_recipe = Path(subject).suffix in SUFFIXES or (subject in shipped() and not Path(subject).is_dir())
     if is_recipe:
-        check_syntax(subject)
+        from compress.recipe.names import check_file
+
+        check_file(subject)
     with without_collection():
         from compress.pipeline.rooflines import roofline as estimate
         from compress.recipe.schema import Recipe

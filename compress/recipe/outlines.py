@@ -1,6 +1,7 @@
-"""The options of passes, read from the source: classes are parsed, not imported.
+"""The options of passes and of other parts of a recipe, read from the source: classes are parsed, not imported.
 
-Importing a pass imports torch and much of this package, which takes seconds. A list of passes needs names alone.
+Importing a pass imports torch and much of this package, which takes seconds. A list of passes, and a name in a recipe
+that is not known, need names alone. The values of options are checked by the classes (`compress.recipe.schema`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from pathlib import Path
 
 PACKAGE = __name__.partition(".")[0]
 ROOT = Path(__file__).parents[2]
+
+PARTS = {
+    "": ("recipe.schema", "Recipe"),
+    "calibration": ("recipe.calibration", "Calibration"),
+    "save": ("recipe.schema", "Save"),
+    "eval": ("recipe.evaluation", "Evaluate"),
+}
+"""The module and the class of each part of a recipe but its passes, by its key; '' is the recipe itself."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,12 @@ def outline_of_pass(key: str, kind: str) -> Outline:
     module = f"{PACKAGE}.passes.{kind}.{key}"
     title = next(name for name in _classes(module) if name.lower() == key.replace("_", ""))
     return outline(module, title)
+
+
+def outline_of_part(key: str) -> Outline:
+    """Return the outline of a part of `PARTS`."""
+    module, title = PARTS[key]
+    return outline(f"{PACKAGE}.{module}", title)
 
 
 @cache

@@ -23,8 +23,8 @@ from compress.passes.contract.options import MODEL_SOURCE
 from compress.passes.contract.passes import Pass
 from compress.passes.contract.problems import Problems
 from compress.passes.contract.wording import Place, recipe_error
+from compress.recipe.names import SENSITIVITY
 from compress.recipe.plugins import find, load_files
-from compress.recipe.sensitivities import KEY as SENSITIVITY
 from compress.recipe.shipped import SUFFIXES
 
 NEAR = 3  # parts of the folder around a recipe and a path, such as / home alice, so that the path between hides them

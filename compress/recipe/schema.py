@@ -24,7 +24,7 @@ from compress.checkpoint.checkpoint import is_compressed
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.data.text_source import path_text
-from compress.errors import RecipeError, UserError, did_you_mean
+from compress.errors import RecipeError, did_you_mean
 from compress.models.computation import DEVICES
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.options import OptionError, Options, mistakes, option_error
@@ -33,16 +33,22 @@ from compress.passes.contract.problems import Problems, for_all, together
 from compress.passes.contract.wording import Place, recipe_error
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
+from compress.recipe.names import (
+    PRESETS,
+    SENSITIVITY,
+    Expansions,
+    expanded,
+    expanded_items,
+    located_error,
+    steps_of,
+)
 from compress.recipe.order import check_order, label
 from compress.recipe.paths import located
 from compress.recipe.plugins import find, load_files, spelled
-from compress.recipe.presets import KEY as PRESET
-from compress.recipe.presets import preset
-from compress.recipe.sensitivities import KEY as SENSITIVITY
 from compress.recipe.sensitivities import expand_sensitivity
-from compress.recipe.settings import Setting, apply_settings, error_of_setting, path_of, settings_note
+from compress.recipe.settings import Setting, apply_settings, error_of_setting
 from compress.recipe.shipped import find_recipe
-from compress.recipe.yaml import compose, nearest, read_file, yaml_of
+from compress.recipe.yaml import compose, read_file, yaml_of
 
 PASSES = "passes"
 """The key of the passes in a recipe."""
@@ -224,11 +230,11 @@ class Recipe(BaseModel):
         problems = Problems()
         if folder is not None:
             data = located(data, folder, problems, [setting.place for setting in settings])
-        data, origins = _expanded(data)
+        data, origins = expanded(data, EXPANSIONS)
         data = apply_settings(data, settings, problems)
         recipe = problems.attempt(cls.model_validate, data)
         if recipe is None or problems.errors:
-            raise together([_located_error(error, name, places, origins, settings) for error in problems.errors])
+            raise together([located_error(error, name, places, origins, settings) for error in problems.errors])
         return recipe
 
     @classmethod
@@ -239,79 +245,13 @@ class Recipe(BaseModel):
             RecipeError: if a value is invalid; SeveralErrors for several of them.
         """
         problems = Problems()
-        recipe = problems.attempt(cls.model_validate, apply_settings(_expanded(data)[0], settings, problems))
+        recipe = problems.attempt(cls.model_validate, apply_settings(expanded(data, EXPANSIONS)[0], settings, problems))
         if recipe is None or problems.errors:
             raise together([error_of_setting(settings, error) or error for error in problems.errors])
         return recipe
 
 
-def _located_error(
-    error: UserError,
-    name: str,
-    places: Mapping[Place, tuple[int, int]],
-    origins: Sequence[int],
-    settings: Sequence[Setting],
-) -> UserError:
-    """Return the error with its line and column, or with the setting that contains it.
-
-    Args:
-        name: name of the text.
-        places: places of keys and items, as returned by `compose`.
-        origins: for each pass, the index of the item that it comes from.
-        settings: settings that were applied to the data.
-    """
-    if (setting_error := error_of_setting(settings, error)) is not None:
-        return setting_error
-    place = path_of(error)
-    index = place[1] if len(place) > 1 and place[0] == "passes" else None
-    if isinstance(index, int) and index < len(origins):
-        place = ("passes", origins[index], *place[2:])
-    line, column = nearest(places, place)
-    return RecipeError(f"{name}:{line}:{column}: {error}{settings_note(settings, error)}", path_of(error))
-
-
-def _expanded(data: Any) -> tuple[Any, list[int]]:
-    """Return the data with presets and sensitivities expanded, and for each pass the index of its item."""
-    items = data.get("passes") if isinstance(data, Mapping) else None
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        return data, []
-    passes, origins = _expanded_items(items)
-    return {**data, "passes": passes}, origins
-
-
-def _expanded_items(items: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return passes in place of presets and sensitivities, and for each the index of its item.
-
-    An item that cannot be expanded stays as it is; reading it raises the error (`_pass`).
-    """
-    passes: list[Any] = []
-    origins: list[int] = []
-    for index, item in enumerate(items):
-        try:
-            steps = _steps(item)
-        except RecipeError:
-            steps = [item]
-        passes += steps
-        origins += [index] * len(steps)
-    return passes, origins
-
-
-def _steps(item: Any) -> Sequence[Any]:
-    """Return the passes that an item stands for, as plain values.
-
-    Raises:
-        RecipeError: for an unknown preset, and a file of sensitivities that cannot be read.
-    """
-    for key, expand in EXPANSIONS.items():
-        if isinstance(item, Mapping) and set(item) == {key}:
-            return expand(item[key])
-    return [item]
-
-
-EXPANSIONS: dict[str, Callable[[Any], Sequence[Any]]] = {
-    PRESET: lambda name: preset(name).passes,
-    SENSITIVITY: lambda spelled: [expand_sensitivity(spelled)],
-}
+EXPANSIONS: Expansions = {**PRESETS, SENSITIVITY: lambda spelled: [expand_sensitivity(spelled)]}
 """The items that stand for passes, by key."""
 
 
@@ -327,7 +267,7 @@ def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType
     """
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise OptionError((), "must be a list, such as '- gptq: {weights: int4}'", PASSES)
-    return tuple(for_all(lambda item: _pass(*item, plugins), enumerate(_expanded_items(items)[0])))
+    return tuple(for_all(lambda item: _pass(*item, plugins), enumerate(expanded_items(items, EXPANSIONS)[0])))
 
 
 def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
@@ -342,7 +282,7 @@ def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
     ((key, options),) = item.items()
     place: Place = (index, key)
     try:
-        _steps(item)
+        steps_of(item, EXPANSIONS)
         kind = find(str(key), plugins)
     except OptionError as error:
         raise OptionError((*place, *error.place), error.message, PASSES) from error

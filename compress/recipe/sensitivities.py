@@ -22,9 +22,6 @@ from compress.numerics.statistics import mean
 from compress.passes import PASSES
 from compress.passes.contract.options import OptionError
 
-KEY = "sensitivity"
-"""The key of an item among the passes that stands for the passes of a file of sensitivities."""
-
 OPTIONS = "file", "bits", "with"
 FILE = "sensitivity.json"
 """The file in a run's folder whose heat maps the report shows."""

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 from compress.errors import RecipeError, did_you_mean
-from compress.recipe.yaml import compose, read_file
 
 INSTALLED = Path(__file__).with_name("recipes")
 SOURCES = Path(__file__).parents[2] / "recipes"
@@ -50,13 +49,3 @@ def find_recipe(word: str | Path) -> Path:
     near = did_you_mean(name, path_by_name)
     hint = near if near.startswith("; did") else "; `compress recipes` lists the shipped ones"
     raise RecipeError(f"recipe {name!r} is neither a file nor a shipped recipe{hint}")
-
-
-def check_syntax(word: str | Path) -> None:
-    """Check that a recipe is YAML, before anything slow is imported that reads it.
-
-    Raises:
-        RecipeError: if there is no such recipe or it is not YAML.
-    """
-    path = find_recipe(word)
-    compose(read_file(path), str(path))

@@ -26,12 +26,20 @@ print(json.dumps(found))
 
 
 def test_no_command_without_a_model_imports_torch(tmp_path):
-    (tmp_path / "syntax.yaml").write_text("model: [m\n")
+    recipes = {
+        "key": "model: m\npases: []\n",
+        "pass": "model: m\npasses: [gtpq]\n",
+        "option": "model: m\npasses: [{gptq: {wieghts: int4}}]\n",
+        "syntax": "model: [m\n",
+    }
+    for name, text in recipes.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
     right = [["passes"], ["passes", "--json"], ["passes", "gptq"], ["passes", "gptq", "--json"], ["schemes"]]
     right += [["recipes"], ["recipes", "rtn"], ["report", "--help"], ["init", "--help"], ["quantize", "--help"]]
-    wrong = [[command, "syntax.yaml"] for command in ("run", "plan", "roofline")]
+    wrong = [[command, f"{name}.yaml"] for name in recipes for command in ("run", "plan", "roofline")]
     wrong += [["run", "best-int5"], ["plan", "none.yaml"], ["passes", "gtpq"], ["recipes", "rtm"]]
-    wrong += [["quantize", "m", "--scheme", "W4A17"], ["prune", "m", "--method", "gptq"]]
+    wrong += [["plan", "rtn", "--set", "passes.0.rtn.grups=3"], ["prune", "m", "--method", "wnada"]]
+    wrong += [["quantize", "m", "--scheme", "W4A17"]]
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(right + wrong)], capture_output=True, text=True, cwd=tmp_path
     )
@@ -41,4 +49,4 @@ def test_no_command_without_a_model_imports_torch(tmp_path):
     codes = {words: (code, said) for words, (code, _, said) in found.items()}
     assert [codes[" ".join(words)] for words in right if codes[" ".join(words)][0] != 0] == []
     assert [codes[" ".join(words)] for words in wrong if codes[" ".join(words)][0] != 2] == []
-    assert "rtn" in shipped() and "did you mean 'gptq'" in codes["passes gtpq"][1]
+    assert "rtn" in shipped() and "did you mean 'gptq'" in codes["run pass.yaml"][1]

@@ -18,7 +18,7 @@ from compress.data.dataset_rows import OFFLINE
 from compress.data.listed import check_listed, listed_sample, lists_of, share_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
 from compress.data.pieces import PIECE, Piece, TextShare, TextTally, draw, shared
-from compress.data.sources import check_source, read_pieces, template_name
+from compress.data.sources import check_file, check_source, read_pieces, template_name
 from compress.data.text_source import SECTIONS, GivenText, Part, TextSource, as_source
 from compress.data.tokenization import encode, join, stream_of
 from compress.errors import CalibrationError
@@ -334,6 +334,7 @@ def _stored(source: TextSource) -> np.ndarray:
     if isinstance(source, GivenText) and source.data.ids is not None:
         return source.data.ids
     path = source.label
+    check_file(Path(path))
     try:
         stored = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:

@@ -153,7 +153,7 @@ def check_source(source: TextSource, part: Part) -> None:
     if source.dataset is not None:
         check_local(source, part)
     elif Path(str(source.source)).suffix in (".txt", ".jsonl", ".json", ".npy"):
-        _check_file(Path(str(source.source)))
+        check_file(Path(str(source.source)))
     elif source.source not in ("embedded", "self", *HUB_SETS):
         raise CalibrationError(_no_text(str(source.source)))
 
@@ -268,7 +268,8 @@ def _hub_rows(source: str, part: Part) -> list[Any]:
     return list(rows.take(HUB_DOCUMENTS))
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Raise CalibrationError for a file that cannot be read, and for a pipe, on which reading would wait for ever."""
     if path.exists() and not path.is_file():  # a pipe would be empty after the check
         raise CalibrationError(f"calibration: {path} is not a regular file; write the text to a file first")
     try:

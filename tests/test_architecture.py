@@ -130,6 +130,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "compress.passes.prepare.rotate:_rotate_further": "every rotation of a block",
     "compress.pipeline.evaluation:evaluate_models": "the options of `compress eval`",
     "compress.pipeline.export:save": "the public options of a saved model",
+    "compress.pipeline.run:run": "the public options of a run",
     "compress.pipeline.apply:apply": "the public options of passes in memory",
     "compress.pipeline.sensitivity:sensitivity": "the options of `compress sensitivity`",
     "compress.pipeline.starting:_spelled": "the options of `compress init`",

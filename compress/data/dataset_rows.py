@@ -9,7 +9,7 @@ from os.path import expanduser, realpath
 from pathlib import Path
 from typing import Any
 
-from compress.data.text_source import SPLITS, Part, TextSource
+from compress.data.text_source import PYTHON, SPLITS, GivenText, Part, TextSource
 from compress.errors import CalibrationError, did_you_mean
 
 OFFLINE = "offline sources: embedded, self, or the path of a .txt, .jsonl or .npy file"
@@ -63,6 +63,8 @@ def local_path(source: TextSource) -> Path | None:
 
 def origin(source: TextSource, part: Part) -> tuple[str, ...] | None:
     """Identify the file, or the split of a data set, that a part reads; None for texts whose parts differ."""
+    if isinstance(source, GivenText):
+        return PYTHON, source.data.sha256
     path = Path(str(source.source)) if source.dataset is None else local_path(source)
     if source.dataset is None and not source.is_file:
         return None

@@ -18,8 +18,8 @@ from compress.data.dataset_rows import OFFLINE
 from compress.data.listed import check_listed, listed_sample, lists_of, share_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
 from compress.data.pieces import PIECE, Piece, TextShare, TextTally, draw, shared
-from compress.data.sources import check_source, read_pieces, template_name
-from compress.data.text_source import SECTIONS, Part, TextSource, as_source
+from compress.data.sources import check_file, check_source, read_pieces, template_name
+from compress.data.text_source import SECTIONS, GivenText, Part, TextSource, as_source
 from compress.data.tokenization import encode, join, stream_of
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import Examples
@@ -323,14 +323,18 @@ def extent(source: str | TextSource, part: Part, sequences: int | None, length: 
     """(sequences, length) that `token_ids` will return; 0: unknown before the text is read. Raises CalibrationError."""
     source = as_source(source)
     if source.stored and (sequences is None or length is None):
-        rows, columns = _stored(Path(str(source.source))).shape
+        rows, columns = _stored(source).shape
         share = share_of(source, part, rows)
         return share.stop - share.start if sequences is None else sequences, columns if length is None else length
     return sequences or 0, length or 0
 
 
-def _stored(path: Path) -> np.ndarray:
-    """Memory-map the integers [n, m] of a .npy file."""
+def _stored(source: TextSource) -> np.ndarray:
+    """Return the integers [n, m] that a program gives, or memory-map those of a .npy file."""
+    if isinstance(source, GivenText) and source.data.ids is not None:
+        return source.data.ids
+    path = source.label
+    check_file(Path(path))
     try:
         stored = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -357,8 +361,8 @@ def _check_shape(source: TextSource, part: Part, sequences: int | None, length: 
     Raises:
         CalibrationError: if the file is smaller. The evaluation of a divided file takes fewer rows, as of other texts.
     """
-    path = Path(str(source.source))
-    rows, columns = shape = _stored(path).shape
+    path = source.label
+    rows, columns = shape = _stored(source).shape
     share = share_of(source, part, rows)
     available = share.stop - share.start
     count, width = available if sequences is None else sequences, columns if length is None else length
@@ -382,9 +386,9 @@ def _stored_ids(
     source: TextSource, part: Part, sequences: int | None, length: int | None
 ) -> tuple[Int[Tensor, "sequences length"], TextShare | None]:
     """Read the first rows and columns of the share of an integer .npy file; None takes all."""
-    path = Path(str(source.source))
+    path = source.label
     share, width = _check_shape(source, part, sequences, length)
-    ids = torch.from_numpy(_stored(path)[share.start : share.stop, :width].astype(np.int64))
+    ids = torch.from_numpy(_stored(source)[share.start : share.stop, :width].astype(np.int64))
     if int(ids.min()) < 0:
         row, column = (ids < 0).nonzero()[0].tolist()
         raise CalibrationError(

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from compress.data.dataset_rows import OFFLINE, check_local, dataset_rows, told_of
 from compress.data.forms import RowReader
 from compress.data.pieces import Piece, TextTally, pieces_of
-from compress.data.text_source import HUB_DOCUMENTS, Part, TextSource, as_source
+from compress.data.text_source import HUB_DOCUMENTS, PYTHON, SECTIONS, GivenText, Part, TextSource, as_source
 from compress.errors import CalibrationError, did_you_mean
 
 CHUNK = 1 << 20
@@ -116,6 +116,9 @@ def _pieces(
         yield from _documents(rows, source, tokenizer, tally, blank=False)
         if not tally.rows:
             raise CalibrationError(f"{part}: {source.label} has no rows; use another split")
+    elif isinstance(source, GivenText) and source.data.rows is not None:
+        rows = ((f"{source.label}: item {number}", row) for number, row in enumerate(source.data.rows))
+        yield from _documents(rows, source, tokenizer, tally)
     elif name == "embedded":
         for tally.rows, document in enumerate(embedded_text(part), start=1):
             yield from pieces_of(tally.rows - 1, [document])
@@ -140,10 +143,17 @@ def _pieces(
 def check_source(source: TextSource, part: Part) -> None:
     """Raise CalibrationError for an unknown source and for missing files; this reads no text and asks no hub."""
     _template(source)
+    if isinstance(source, GivenText):
+        return
+    if source.source == PYTHON:
+        raise CalibrationError(
+            f"{SECTIONS[part]}: source {PYTHON} is data of a program, which no recipe holds; pass it: "
+            "compress.run(RECIPE, calibration=DATA, evaluation=DATA)"
+        )
     if source.dataset is not None:
         check_local(source, part)
     elif Path(str(source.source)).suffix in (".txt", ".jsonl", ".json", ".npy"):
-        _check_file(Path(str(source.source)))
+        check_file(Path(str(source.source)))
     elif source.source not in ("embedded", "self", *HUB_SETS):
         raise CalibrationError(_no_text(str(source.source)))
 
@@ -258,7 +268,8 @@ def _hub_rows(source: str, part: Part) -> list[Any]:
     return list(rows.take(HUB_DOCUMENTS))
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Raise CalibrationError for a file that cannot be read, and for a pipe, on which reading would wait for ever."""
     if path.exists() and not path.is_file():  # a pipe would be empty after the check
         raise CalibrationError(f"calibration: {path} is not a regular file; write the text to a file first")
     try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 from typing_extensions import Self
 
 Part = Literal["calibration", "test"]
@@ -19,6 +22,9 @@ FILES = (".txt", ".jsonl", ".json", ".npy", ".safetensors")
 """Endings of local files of texts, ids and lists."""
 SECTIONS: dict[Part, str] = {"calibration": "calibration", "test": "eval"}
 """The section of a recipe that states the texts of a part."""
+
+PYTHON = "python"
+"""The source of data that a program passes to `run`; a recipe cannot state the data itself."""
 
 CHATS = (".jsonl", ".json", "ultrachat")
 """Endings of sources whose documents may be conversations."""
@@ -111,7 +117,7 @@ class TextSource(BaseModel):
             reasons |= dict.fromkeys(("column", "chat_template"), f"{self.source} has no rows with columns")
         elif self.source == CHATS[-1]:
             reasons |= {"column": f"the columns of {self.source} are known"}
-        if not self.is_file:
+        if not self.is_file and self.source != PYTHON:
             reasons |= {"divided": f"calibration and evaluation read different texts of {self.source} already"}
         if self.stored or self.sampled:
             reasons |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
@@ -145,6 +151,41 @@ class TextSource(BaseModel):
     def split_of(self, part: Part) -> str:
         """The split of the data set that a part reads."""
         return SPLITS[part] if self.split is None else self.split
+
+
+@dataclass(frozen=True)
+class GivenData:
+    """Data that a program passes to `run`: rows of texts, or token ids.
+
+    Attributes:
+        description: Says what it is, in reports.
+        sha256: Digest of the rows or ids, by which data are equal.
+        rows: Rows as `forms.RowReader` reads them; None for ids.
+        ids: Integers [sequences, length]; None for rows.
+    """
+
+    description: str
+    sha256: str
+    rows: Sequence[Mapping[str, Any]] | None = field(default=None, compare=False)
+    ids: np.ndarray | None = field(default=None, compare=False)
+
+
+class GivenText(TextSource):
+    """A text that a program passes to `run`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    data: InstanceOf[GivenData] = Field(exclude=True)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the data are token ids."""
+        return self.data.ids is not None
+
+    @property
+    def label(self) -> str:
+        """The description of the data."""
+        return self.data.description
 
 
 def as_source(source: str | TextSource) -> TextSource:

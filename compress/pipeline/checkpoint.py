@@ -170,6 +170,13 @@ def open_folder(
     return new
 
 
+def recorded_inputs(folder: Path) -> Mapping[str, Any]:
+    """Return the inputs of the run in a folder (`provenance.inputs_of`); empty if it holds none that can be read."""
+    path = folder / WORK / MANIFEST
+    manifest = _read(path, folder) if path.exists() else None
+    return {} if manifest is None else manifest.inputs
+
+
 def _read(path: Path, folder: Path) -> Manifest | None:
     """Return the manifest in a file; None if it is damaged or of another version, and so of another run."""
     try:

@@ -12,6 +12,7 @@ from compress.errors import TargetError
 from compress.models.kinds.kinds import objective_of
 from compress.models.structure.ends import find_ends
 from compress.passes.contract.facts import ANY_LAYER
+from compress.passes.contract.problems import for_all
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.needs import check_original, check_teachers
 from compress.pipeline.notes import (
@@ -22,7 +23,6 @@ from compress.pipeline.notes import (
     transform_notes,
     undeclared_notes,
 )
-from compress.pipeline.problems import Problems
 from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.servers import check_servers
@@ -87,7 +87,5 @@ CHECKS: tuple[Check, ...] = (
 
 def check_all(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     """Return the notes of all checks. Raises the error of the check that fails, or SeveralErrors."""
-    problems = Problems()
-    notes = [problems.attempt(check, resolved, facts) for check in CHECKS]
-    problems.check()
-    return [note for check_notes in notes for note in check_notes or ()]
+    notes = for_all(lambda check: check(resolved, facts), CHECKS)
+    return [note for check_notes in notes for note in check_notes]

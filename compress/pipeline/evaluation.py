@@ -27,7 +27,7 @@ from compress.errors import ModelError, one_line, reported_as
 from compress.evaluate import EVALUATORS, combine_all, measure_one
 from compress.evaluate.base import EvaluationContext, overlap_in_words
 from compress.evaluate.harness.tasks import check_tasks
-from compress.evaluate.result import Comparison, ModelResult
+from compress.evaluate.result import Comparison, ModelResult, Reproduction
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_examples
 from compress.models.computation import device_of
@@ -43,7 +43,7 @@ from compress.pipeline.progress import shown_progress
 from compress.pipeline.texts import EVALUATED, suited
 from compress.pipeline.texts import texts_of as requested_texts
 from compress.recipe.evaluation import Evaluate
-from compress.report.write import ReportError, calibration_runs_of
+from compress.report.write import ReportError, reproduction_of
 from compress.sweep.capture import ModelShell
 from compress.version import __version__
 
@@ -115,6 +115,7 @@ def evaluate_models(
     for source in order:  # errors before any model is measured
         with reported_as("model" if source in sources else "base", "model"):
             folders[source] = model_folder(source)
+    runs = {source: recorded_run(folder, source, journal) for source, folder in folders.items()}
     if base is None:
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
     results, common = MeasuredModels(base, settings, journal), None
@@ -130,13 +131,13 @@ def evaluate_models(
             check_model(model, tokenizer, source, compute_device)
             if common is None:
                 results.settings = settings = _suited(settings, model, journal)
-                texts = texts_of(model, tokenizer, settings)
+                texts = texts_of(model, tokenizer, settings, tuple(runs.values()), journal)
                 common = CommonInputs(texts, tokenizer, kind_of(model), features_of(model))
                 if base is None and is_headless(model):
                     raise headless_error(model, source)
             else:
                 check_same(model, tokenizer, source, common, order[0])
-            overlaps = recorded_overlaps(folder, source, common.texts, journal)
+            overlaps = recorded_overlaps(runs[source], source, common.texts, journal)
             context = EvaluationContext(
                 Run(compute_device, model.dtype, journal=journal),
                 texts=common.texts,
@@ -227,20 +228,33 @@ class MeasuredModels:
             raise
 
 
-def recorded_overlaps(folder: Path, source: str, texts: Mapping[str, Examples], journal: Journal) -> dict[str, float]:
-    """Return the share of the tokens of each text that the calibration of a checkpoint has read, by its report.
+def recorded_run(folder: Path, source: str, journal: Journal) -> Reproduction | None:
+    """Return what a checkpoint was made from, by its report; None if it has none that can be read.
 
     Args:
         folder: Folder of the checkpoint.
         source: Its name in messages.
+        journal: Receives a note on a report that cannot be read.
+    """
+    try:
+        return reproduction_of(folder)
+    except ReportError as error:
+        journal.add("note", source, f"it is unknown which texts its calibration has read: {one_line(error)}")
+        return None
+
+
+def recorded_overlaps(
+    run: Reproduction | None, source: str, texts: Mapping[str, Examples], journal: Journal
+) -> dict[str, float]:
+    """Return the share of the tokens of each text that the calibration of a checkpoint has read.
+
+    Args:
+        run: The run that made the checkpoint, if it is known.
+        source: Name of the checkpoint in messages.
         texts: Windows of the evaluation texts by name.
         journal: Receives a warning for each text of which it has read tokens.
     """
-    try:
-        sketch = calibration_runs_of(folder)
-    except ReportError as error:
-        journal.add("note", source, f"it is unknown which texts its calibration has read: {one_line(error)}")
-        return {}
+    sketch = None if run is None else run.calibration_runs
     if sketch is None:
         return {}
     shares = {name: sketch.runs().share_of(windows) for name, windows in texts.items()}
@@ -311,17 +325,38 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def texts_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: Evaluate
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: Evaluate,
+    runs: Sequence[Reproduction | None],
+    journal: Journal,
 ) -> dict[str, Examples]:
     """Read the windows of all texts by name.
+
+    Of a text that one of the runs divided between calibration and evaluation, the share of the evaluation is read,
+    unless the settings state `divided`.
+
+    Args:
+        runs: The runs that made the models, where they are known.
+        journal: Receives a note for each text that is divided.
 
     Raises:
         CalibrationError: for texts that cannot be read.
     """
-    shape = settings.windows, settings.length, settings.stride
-    texts = requested_texts(settings, model)
+    calibrated = [use for run in runs if run is not None for use in run.texts if use.part == "calibration"]
+    divided = {use.sha256 for use in calibrated if use.share is not None}
+    texts, shape = {}, (settings.windows, settings.length, settings.stride)
     with reported_as(*EVALUATED):
-        return {as_source(text).label: evaluation_examples(model, tokenizer, text, *shape)[0] for text in texts}
+        for source in map(as_source, requested_texts(settings, model)):
+            windows, use = evaluation_examples(model, tokenizer, source, *shape)
+            if use.sha256 in divided and source.divided is None:
+                source = source.model_copy(update={"divided": True})
+                windows, use = evaluation_examples(model, tokenizer, source, *shape)
+                assert use.share is not None
+                reason = "the calibration of a run has read the rest; divided: false in a suite reads the whole text"
+                journal.add("note", "eval", f"of {source.label}, {use.share.text} are read, as {reason}")
+            texts[source.label] = windows
+    return texts
 
 
 def check_same(

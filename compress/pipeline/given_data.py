@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,14 +16,15 @@ from compress.checkpoint.opened import OpenModel
 from compress.data.forms import RowReader
 from compress.data.ids import windows
 from compress.data.opening import opening_tokens
-from compress.data.text_source import TextSource
+from compress.data.text_source import PYTHON, GivenData, GivenText, TextSource
 from compress.data.tokenization import token_stream
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, reported_as
 from compress.models.kinds.batch import IDS, MASK, Examples
 from compress.models.kinds.kinds import adapter_of, examples_of, most_tokens
 from compress.models.structure.ends import vocabulary_size
 from compress.pipeline.texts import calibration_examples
 from compress.recipe.calibration import Calibration
+from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
 FORMS = (
@@ -56,7 +59,71 @@ def examples_in(data: Any, opened: OpenModel, recipe: Recipe) -> Examples:
     return examples
 
 
+def with_data(recipe: Recipe, calibration: Any = None, evaluation: Any = None) -> Recipe:
+    """Return a recipe that reads data of a program in place of its own texts.
+
+    Args:
+        recipe: states the number and length of sequences and windows.
+        calibration: data as of `examples_in`, but token ids of one length; None for the recipe's own.
+        evaluation: the same, in place of all texts of the evaluation.
+
+    Raises:
+        CalibrationError: for data of another form.
+    """
+    changes: dict[str, Any] = {}
+    if isinstance(calibration, Calibration):
+        changes["calibration"] = calibration
+    elif isinstance(calibration, str | os.PathLike):
+        changes["calibration"] = recipe.calibration.with_source(os.fspath(calibration))
+    elif calibration is not None:
+        changes["calibration"] = recipe.calibration.with_data(_given(calibration))
+    if evaluation is not None:
+        with reported_as("evaluation", "calibration"):
+            text = _evaluated(evaluation)
+        changes["eval"] = (recipe.eval or Evaluate()).model_copy(update={"perplexity": (text,), "agreement": (text,)})
+    return recipe.model_copy(update=changes)
+
+
+def _evaluated(data: Any) -> TextSource:
+    if isinstance(data, Calibration) and data.mixture is not None:
+        raise CalibrationError("calibration: is a mixture; give one text")
+    if isinstance(data, TextSource):
+        return TextSource(**{name: getattr(data, name) for name in TextSource.model_fields if name != "divided"})
+    if isinstance(data, str | os.PathLike):
+        return TextSource(source=os.fspath(data))
+    return GivenText(source=PYTHON, data=_given(data))
+
+
+def _given(data: Any) -> GivenData:
+    """Return data as rows of texts, or as token ids of one length."""
+    if isinstance(data, Examples) or (isinstance(data, Mapping) and IDS not in data):
+        raise CalibrationError("calibration: a run reads texts or token ids; give those, or the name of a file")
+    whole = [data] if isinstance(data, Mapping) else data
+    kind, items = _items_of(_integers(whole) if isinstance(whole, Tensor) else whole)
+    if kind == "texts":
+        rows = [{"text": item} if isinstance(item, str) else dict(item) for item in items]
+        digest = hashlib.sha256("\n".join(json.dumps(row, sort_keys=True, default=str) for row in rows).encode())
+        return GivenData(f"{len(rows)} texts of a program", digest.hexdigest(), rows=rows)
+    sequences = _sequences(kind, items)
+    if len({len(row) for row in sequences}) > 1:
+        raise CalibrationError("calibration: a run reads token ids of one length; give texts, or cut the sequences")
+    ids = torch.stack(sequences)
+    description = f"{len(ids)} sequences of token ids of a program"
+    return GivenData(description, Examples.of_ids(ids).sha256(), ids=ids.numpy())
+
+
 def _of_items(data: Any, opened: OpenModel) -> Examples:
+    kind, items = _items_of(data)
+    if kind == "texts":
+        return _of_texts(items, opened)
+    model = opened.model
+    return Examples(
+        tuple(example for row in _sequences(kind, items) for example in adapter_of(model).of_ids(model, row[None]))
+    )
+
+
+def _items_of(data: Any) -> tuple[str, list[Any]]:
+    """Return the kind of the items of data, and the items."""
     if not isinstance(data, Iterable) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise CalibrationError(f"calibration: is of class {type(data).__name__}; {FORMS}")
     items = list(data if isinstance(data, Iterable) else (data[i] for i in range(len(data))))
@@ -66,16 +133,15 @@ def _of_items(data: Any, opened: OpenModel) -> Examples:
     if len(kinds) > 1:
         raise CalibrationError(f"calibration: holds {' and '.join(sorted(kinds))}; {FORMS}")
     kind = kinds.pop()
-    if kind == "texts":
-        return _of_texts(items, opened)
-    if kind == "batches":
-        ids = [row for i, item in enumerate(items) for row in _rows(item, f"calibration[{i}]")]
-    elif kind == "token ids":
-        ids = [row for i, item in enumerate(items) for row in _matrix(item, f"calibration[{i}]")]
-    else:
+    if kind not in ("texts", "batches", "token ids"):
         raise CalibrationError(f"calibration: holds {kind}; {FORMS}")
-    model = opened.model
-    return Examples(tuple(example for row in ids for example in adapter_of(model).of_ids(model, row[None])))
+    return kind, items
+
+
+def _sequences(kind: str, items: list[Any]) -> list[Int[Tensor, " length"]]:
+    """Return the sequences of batches or of token ids, without padding."""
+    read = _rows if kind == "batches" else _matrix
+    return [row for i, item in enumerate(items) for row in read(item, f"calibration[{i}]")]
 
 
 def _kind_of_item(item: Any) -> str:

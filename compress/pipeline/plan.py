@@ -22,6 +22,7 @@ from compress.models.computation import device_of, kept_dtype
 from compress.models.structure.ends import End, find_ends
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
+from compress.passes.contract.problems import Problems
 from compress.pipeline.checks import check_all
 from compress.pipeline.fitting import (
     LIBRARIES_BYTES,
@@ -35,7 +36,6 @@ from compress.pipeline.fitting import (
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.problems import Problems
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
     ResolvedRecipe,

@@ -20,7 +20,7 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import calibrates
 from compress.passes.contract.processes import ALONE, Processes
-from compress.pipeline.checkpoint import Manifest, open_folder
+from compress.pipeline.checkpoint import Manifest, open_folder, recorded_inputs
 from compress.pipeline.divide import check_divided, check_same_inputs
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.plan import Plan, plan_of
@@ -29,7 +29,14 @@ from compress.pipeline.reference import TOKENS, check_source
 from compress.pipeline.resolve import ResolvedRecipe, resolve_and_check, run_of
 from compress.pipeline.servers import settled_check
 from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
-from compress.pipeline.texts import calibration_examples, eval_examples, overlaps_of
+from compress.pipeline.texts import (
+    NOT_IN_RECIPE,
+    calibration_examples,
+    divided_as_in,
+    eval_examples,
+    given_texts,
+    overlaps_of,
+)
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
 from compress.sweep.quantized_embeddings import quantize_embeddings
@@ -86,6 +93,7 @@ def prepare(
         journal.add("note", "model", log)
     given_bytes = source_bytes(opened)
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
+    recipe = recipe if overwrite else divided_as_in(recorded_inputs(out), recipe, opened.model)
     resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, memory_bytes, strict=True)
     opened.undeclared = resolved.form.undeclared
@@ -107,6 +115,8 @@ def prepare(
         open_original=partial(open_original, recipe, opened),
         work=out / WORK / "passes",
     )
+    for text in {use.label: use for use in given_texts(recipe, opened)}.values():
+        journal.add("note", "data", f"{text.label} (sha256 {text.data.sha256[:12]}) {NOT_IN_RECIPE}")
     accept = settled_check(resolved)
     evaluated = eval_examples(recipe, opened)
     texts = {use.text: windows for windows, use in evaluated}

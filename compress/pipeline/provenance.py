@@ -12,10 +12,11 @@ from typing import Any
 
 import pydantic
 
-from compress.errors import RecipeError
+from compress.checkpoint.containers.files import file_sha256
+from compress.errors import RecipeError, UserError
 from compress.passes.contract.passes import Pass
 from compress.passes.contract.wording import Place, place_text
-from compress.recipe.paths import stored
+from compress.recipe.paths import files_of_passes, stored
 from compress.recipe.plugins import load_file, module_text, spelled
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import yaml_of
@@ -44,7 +45,8 @@ def inputs_of(recipe: Recipe, model: str, calibration: str) -> dict[str, Any]:
     model, calibration: digests of the model's files and of the calibration ids.
     """
     options = recipe.model_dump(mode="json", exclude={"eval": True, "model": True, "plugins": True, "save": {"verify"}})
-    return {"recipe": options, "model": model, "calibration": calibration, "version": __version__}
+    files = {name: file_sha256(Path(name)) for name in files_of_passes(recipe.model_dump(mode="json"))}
+    return {"recipe": options, "model": model, "calibration": calibration, "version": __version__, "files": files}
 
 
 def identity(inputs: Mapping[str, Any], code: Mapping[str, str]) -> str:
@@ -57,6 +59,7 @@ def changed_inputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None
     if not old or set(old) != set(new):
         return None
     texts = {"model": "the model is another one", "calibration": "the calibration text is another one"}
+    texts |= {"files": "a file that a pass reads is another one"}
     differences = _differences(old["recipe"], new["recipe"], ())
     differences += [text for key, text in texts.items() if old[key] != new[key]]
     differences += [] if old["version"] == new["version"] else [f"it was made by compress {old['version']}"]
@@ -128,8 +131,8 @@ def written(recipe: Recipe, folder: Path) -> dict[str, str]:
     copies = {f"{PLUGINS}/{Path(path).name}": load_file(Path(path)).text for path in recipe.plugins}
     try:
         again = Recipe.from_text(recipe.to_yaml())
-    except RecipeError as error:
-        raise RecipeError(f"the recipe.yaml of this run could not be read again: {error}", error.path) from error
+    except UserError as error:
+        raise RecipeError(f"the recipe.yaml of this run could not be read again: {error}") from error
     for label, step, copied in zip(recipe.labels(), recipe.passes, again.passes, strict=True):
         if type(step) is not type(copied):
             raise RecipeError(f"{label}: the file of the pass changed after the recipe was read; read the recipe again")

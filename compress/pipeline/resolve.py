@@ -36,9 +36,9 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates, chosen_linears, works_on
+from compress.passes.contract.problems import Problems
 from compress.pipeline.defaults import with_fitting_groups, with_fitting_texts
 from compress.pipeline.ends import check_ends
-from compress.pipeline.problems import Problems
 from compress.pipeline.texts import check_texts, suited, texts_of, with_divided_texts
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe

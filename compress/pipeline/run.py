@@ -18,6 +18,7 @@ from compress.pipeline.divide import own_batches
 from compress.pipeline.engine import engine
 from compress.pipeline.finish import Result, assist, finish
 from compress.pipeline.fitting import separate_large_tensors
+from compress.pipeline.given_data import with_data
 from compress.pipeline.lock import locked
 from compress.pipeline.prepare import Job, prepare
 from compress.pipeline.progress import shown_progress
@@ -34,6 +35,8 @@ def run(
     progress: bool = True,
     memory: str | int | None = None,
     on_failure: Callable[[dict[str, Any]], None] | None = None,
+    calibration: Any = None,
+    evaluation: Any = None,
 ) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write its report (json, md, html).
 
@@ -43,6 +46,9 @@ def run(
     as '8GB' or a number of bytes: activations beyond it go to files, then calibration batches become smaller; a run
     that does not fit all the same is an error before any work. on_failure: receives the report of a run with a complete
     checkpoint and a failed evaluator, which it names (`failed`); the error of the evaluator is then raised.
+    calibration, evaluation: data in place of the texts of the recipe: a list of texts, a Dataset or a DataLoader of
+    texts or token ids, a tensor of token ids, a `Calibration`, or the name of a text. The recipe states how much of it
+    is read; data that it cannot state are recorded by their digest, and the recipe alone does not repeat the run.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, they divide the calibration sequences, the solving of layers,
@@ -55,6 +61,7 @@ def run(
         separate_large_tensors()
     folder = Path(out) if out is not None else default_folder(recipe)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
+    recipe = with_data(recipe, calibration, evaluation)
     processes = Processes.launched(cpu=device_of(recipe.device).type == "cpu")
     is_first = processes.first
     journal = (journal or Journal()) if is_first else Journal()

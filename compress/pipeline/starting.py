@@ -9,7 +9,8 @@ from itertools import product
 from pathlib import Path
 
 from compress.checkpoint.containers.files import check_output_file, write_text
-from compress.errors import CalibrationError, OutputError, SeveralErrors, TargetError, UserError
+from compress.errors import CalibrationError, OutputError, TargetError, UserError
+from compress.passes.contract.problems import mistakes_in
 from compress.pipeline.plan import Plan, plan
 from compress.recipe.paths import stored
 from compress.recipe.schema import Recipe
@@ -77,7 +78,7 @@ def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = 
         try:
             planned = plan(Recipe.from_text(text, str(path), folder=path.parent))
         except UserError as error:
-            errors = error.errors if isinstance(error, SeveralErrors) else (error,)
+            errors = mistakes_in(error)
             if measure != "agreement" and any(getattr(e, "path", ()) == ("eval", "perplexity") for e in errors):
                 return _fitted(start, path, spell, "agreement")
             if not all(isinstance(e, TargetError | CalibrationError) for e in errors):

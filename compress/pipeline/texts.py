@@ -14,13 +14,13 @@ from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.overlap import overlap_of
 from compress.data.self_sampling import self_sampled
-from compress.data.text_source import Part, TextSource, as_source
+from compress.data.text_source import GivenText, Part, TextSource, as_source
 from compress.errors import RecipeError, reported_as
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_examples
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
-from compress.pipeline.problems import Problems
+from compress.passes.contract.problems import Problems
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
@@ -54,6 +54,48 @@ def suited(settings: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str,
             raise RecipeError(f"eval {name}: {described(model)} and {reason}; leave {name} out", ("eval", name))
     note = f"{described(model)}, so {' and '.join(unanswered)} of the suite are left out"
     return settings.model_copy(update={name: unfit[name] for name in unanswered}), (note,)
+
+
+def divided_as_in(inputs: Mapping[str, Any], recipe: Recipe, model: PreTrainedModel) -> Recipe:
+    """Return a recipe whose calibration texts are divided as in an earlier run, whatever the evaluation reads now.
+
+    So another evaluation of a complete run is no other run. Evaluation texts that its calibration has read whole are
+    read whole, too, with a warning.
+
+    Args:
+        inputs: inputs of the earlier run (`provenance.inputs_of`); empty if there is none.
+        recipe: the recipe.
+        model: its model.
+    """
+    recorded = inputs.get("recipe", {}).get("calibration", {})
+    calibration = recipe.calibration
+    names = set(TextSource.model_fields) - {"divided"}
+    earlier = [recorded] if calibration.mixture is None else recorded.get("mixture") or []
+    whole: set[tuple[str, ...] | None] = set()
+
+    def as_recorded(text: Text) -> Text:
+        values = text.model_dump(mode="json")
+        same = [part for part in earlier if all(part.get(name) == values[name] for name in names)]
+        if text.divided is not None or not same:
+            return text
+        if not same[0]["divided"]:
+            whole.add(origin(text, "calibration"))
+        return text.model_copy(update={"divided": same[0]["divided"]})
+
+    if calibration.mixture is None:
+        calibration = as_recorded(calibration)
+    else:
+        calibration = calibration.model_copy(update={"mixture": tuple(map(as_recorded, calibration.mixture))})
+    settings = recipe.eval
+    if settings is not None:
+        key = "agreement" if is_headless(model) else "perplexity"
+        texts = [as_source(text) for text in texts_of(settings, model)]
+        is_whole = [text.divided is None and origin(text, "test") in whole - {None} for text in texts]
+        if any(is_whole):
+            pairs = zip(texts, is_whole, strict=True)
+            texts = [text.model_copy(update={"divided": False}) if mark else text for text, mark in pairs]
+            settings = settings.model_copy(update={key: tuple(texts)})
+    return recipe.model_copy(update={"calibration": calibration, "eval": settings})
 
 
 def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
@@ -101,6 +143,17 @@ def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
     key = "agreement" if is_headless(model) else "perplexity"
     settings = recipe.eval.model_copy(update={key: tuple(stated(text, "test") for text in evaluated)})
     return recipe.model_copy(update={"calibration": calibration, "eval": settings})
+
+
+NOT_IN_RECIPE = "are not part of the recipe, which alone does not repeat this run; pass the same data to compress.run"
+"""The end of a note on data of a program."""
+
+
+def given_texts(recipe: Recipe, opened: OpenModel) -> list[GivenText]:
+    """Return the texts of a recipe that a program passed to `run`."""
+    evaluated = [as_source(text) for text in texts_of(recipe.eval, opened.model)]
+    texts = [text for text, _ in recipe.calibration.texts()] + evaluated
+    return [text for text in texts if isinstance(text, GivenText)]
 
 
 def check_texts(recipe: Recipe, opened: OpenModel) -> None:

@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from compress.data.ids import shares
-from compress.data.text_source import TextSource, path_text
-from compress.passes.contract.options import OptionError, Options, mistake
+from compress.data.text_source import PYTHON, GivenData, GivenText, TextSource, path_text
+from compress.passes.contract.options import Options, option_error
+from compress.passes.contract.problems import for_all
 
 Text = TypeVar("Text", bound=TextSource)
 
@@ -26,8 +27,7 @@ def _read(kind: type[Text], spelled: Any, index: int) -> Text:
     try:
         return kind.model_validate({"source": spelled} if isinstance(spelled, str) else spelled)
     except ValidationError as error:
-        place, message = mistake(error, kind)
-        raise OptionError((index, *place), message) from error
+        raise option_error(error, kind, (index,)) from error
 
 
 def _mixture(value: Any) -> Any:
@@ -35,16 +35,19 @@ def _mixture(value: Any) -> Any:
         return value
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
         raise ValueError("must be a list of texts, such as [{source: embedded, weight: 2}, {source: notes.jsonl}]")
-    return tuple(_read(WeightedText, item, i) for i, item in enumerate(value))
+    return tuple(for_all(lambda item: _read(WeightedText, item[1], item[0]), enumerate(value)))
 
 
 def _evaluated(value: Any) -> Any:
     """Validate the texts of an evaluation; a plain name stays a name."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return value
-    return tuple(
-        _read(TextSource, item, i) if isinstance(item, Mapping) else path_text(item) for i, item in enumerate(value)
-    )
+
+    def read(item: tuple[int, Any]) -> Any:
+        index, text = item
+        return _read(TextSource, text, index) if isinstance(text, Mapping) else path_text(text)
+
+    return tuple(for_all(read, enumerate(value)))
 
 
 Mixture = Annotated[tuple[WeightedText, ...] | None, BeforeValidator(_mixture)]
@@ -92,7 +95,15 @@ class Calibration(Options, TextSource):
 
     def with_source(self, source: str) -> Calibration:
         """Return the same shape with another text in place of the source, the data set or the mixture."""
-        shape = {
-            name: getattr(self, name) for name in ("sequences", "length", "batch") if name in self.model_fields_set
-        }
-        return Calibration(source=source, **shape)
+        return Calibration(source=source, **self._shape())
+
+    def with_data(self, data: GivenData) -> Calibration:
+        """Return the same shape with the data of a program in place of the text."""
+        return GivenCalibration(source=PYTHON, data=data, **self._shape())
+
+    def _shape(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("sequences", "length", "batch") if name in self.model_fields_set}
+
+
+class GivenCalibration(GivenText, Calibration):
+    """Calibration data that a program passes to `run`."""

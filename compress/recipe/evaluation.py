@@ -14,10 +14,12 @@ from typing_extensions import Self
 
 from compress.data.text_source import PathText, TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
-from compress.passes.contract.options import OptionError, Options, mistake
+from compress.passes.contract.options import OptionError, Options, option_error
 from compress.recipe.calibration import EvaluatedTexts
-from compress.recipe.names import SUITE
 from compress.recipe.yaml import compose, read_file
+
+SUITE = "suite"
+"""The key of a suite in the values of `eval`."""
 
 PROMPTED = ("tasks", "generation", "speed")
 """The options for models that answer prompts. For other models they are left out if only a suite states them, which
@@ -201,5 +203,4 @@ def read_suite(name: str, **changes: Any) -> Evaluate:
     try:
         return Evaluate.model_validate({**suite_values(name), **changes}).stated(changes)
     except ValidationError as error:
-        place, message = mistake(error, Evaluate)
-        raise RecipeError(f"suite {name}: {' '.join(map(str, place))}: {message}") from None
+        raise option_error(error, Evaluate, owner=f"suite {name}:") from None

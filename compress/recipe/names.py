@@ -1,22 +1,24 @@
 """The names in a recipe, checked against the source before anything slow is imported.
 
 A wrong name is the most frequent mistake, and `compress.recipe.schema`, which finds all mistakes, takes seconds to
-import. What is refused here is refused there with the same message.
+import. Names that are refused here are refused there with the same message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compress.errors import RecipeError, did_you_mean
+from compress.errors import RecipeError, UserError, did_you_mean
 from compress.passes import PASSES
+from compress.passes.contract.problems import Problems, together
 from compress.passes.contract.wording import Place, recipe_error, unknown_option
 from compress.recipe.installed import installed
 from compress.recipe.outlines import PARTS, outline_of_part, outline_of_pass
-from compress.recipe.presets import expand
-from compress.recipe.settings import Setting, apply_settings, error_of_setting, settings_note
+from compress.recipe.presets import KEY as PRESET
+from compress.recipe.presets import preset
+from compress.recipe.settings import Setting, apply_settings, error_of_setting, path_of, settings_note
 from compress.recipe.shipped import find_recipe
 from compress.recipe.yaml import compose, nearest, read_file
 
@@ -26,39 +28,40 @@ SUITE = "suite"
 SENSITIVITY = "sensitivity"
 """The key of an item among the passes that stands for the passes of a file of sensitivities."""
 
+Expansions = Mapping[str, Callable[[Any], Sequence[Any]]]
+"""The passes that an item stands for, as plain values, by the key of the item and from its value."""
+
+PRESETS: Expansions = {PRESET: lambda name: preset(name).passes}
+
 
 def check_file(recipe: str | Path, settings: Sequence[Setting] = ()) -> None:
     """Check the names in a recipe after applying settings.
 
     Raises:
-        RecipeError: if the file cannot be read, or a part, a pass or an option is unknown.
+        RecipeError: if the file cannot be read, or a part, a pass or an option is unknown; SeveralErrors for several
+            of them.
     """
     path = find_recipe(recipe)
     data, places = compose(read_file(path), str(path))
-    origins: list[int] = []
-    try:
-        data, origins = _expanded(data)
-        _check(data, settings)
-    except RecipeError as error:
-        raise located_error(error, str(path), places, origins, settings) from error
+    problems, origins = _problems(data, settings)
+    if problems:
+        raise together([located_error(error, str(path), places, origins, settings) for error in problems])
 
 
 def check_data(data: Any, settings: Sequence[Setting] = ()) -> None:
     """Check the names in the plain values of a recipe, as `check_file` does for a file."""
-    try:
-        _check(_expanded(data)[0], settings)
-    except RecipeError as error:
-        setting_error = error_of_setting(settings, error)
-        raise error if setting_error is None else setting_error from None
+    problems, _ = _problems(data, settings)
+    if problems:
+        raise together([error_of_setting(settings, error) or error for error in problems])
 
 
 def located_error(
-    error: RecipeError,
+    error: UserError,
     name: str,
     places: Mapping[Place, tuple[int, int]],
     origins: Sequence[int],
     settings: Sequence[Setting],
-) -> RecipeError:
+) -> UserError:
     """Return the error with its line and column, or with the setting that contains it.
 
     Args:
@@ -69,59 +72,103 @@ def located_error(
     """
     if (setting_error := error_of_setting(settings, error)) is not None:
         return setting_error
-    line, column = nearest(places, _before_expansion(error.path, origins))
-    return RecipeError(f"{name}:{line}:{column}: {error}{settings_note(settings, error)}", error.path)
+    place = path_of(error)
+    index = place[1] if len(place) > 1 and place[0] == "passes" else None
+    if isinstance(index, int) and index < len(origins):
+        place = ("passes", origins[index], *place[2:])
+    line, column = nearest(places, place)
+    return RecipeError(f"{name}:{line}:{column}: {error}{settings_note(settings, error)}", path_of(error))
 
 
-def _before_expansion(path: Place, origins: Sequence[int]) -> Place:
-    """Return a place in the data before presets were expanded."""
-    index = path[1] if len(path) > 1 and path[0] == "passes" else None
-    return ("passes", origins[index], *path[2:]) if isinstance(index, int) and index < len(origins) else path
-
-
-def _expanded(data: Any) -> tuple[Any, list[int]]:
-    """Return the data with its presets expanded, and for each pass the index of its item."""
-    if not isinstance(data, Mapping) or "passes" not in data:
+def expanded(data: Any, expansions: Expansions) -> tuple[Any, list[int]]:
+    """Return the data with some items expanded to passes, and for each pass the index of its item."""
+    items = data.get("passes") if isinstance(data, Mapping) else None
+    if not isinstance(items, Sequence) or isinstance(items, str):
         return data, []
-    items, origins = expand(data["passes"])
-    return {**data, "passes": items}, origins
+    passes, origins = expanded_items(items, expansions)
+    return {**data, "passes": passes}, origins
 
 
-def _check(data: Any, settings: Sequence[Setting]) -> None:
-    """Check the names of the data; the schema checks data of another form, and files of sensitivities."""
+def expanded_items(items: Sequence[Any], expansions: Expansions) -> tuple[list[Any], list[int]]:
+    """Return passes in place of the items that stand for some, and for each the index of its item.
+
+    An item that cannot be expanded stays as it is; reading it as a pass raises the error.
+    """
+    passes: list[Any] = []
+    origins: list[int] = []
+    for index, item in enumerate(items):
+        try:
+            steps = steps_of(item, expansions)
+        except RecipeError:
+            steps = [item]
+        passes += steps
+        origins += [index] * len(steps)
+    return passes, origins
+
+
+def steps_of(item: Any, expansions: Expansions) -> Sequence[Any]:
+    """Return the passes that an item stands for, as plain values.
+
+    Raises:
+        RecipeError: for an unknown preset, and a file of sensitivities that cannot be read.
+    """
+    for key, expand in expansions.items():
+        if isinstance(item, Mapping) and set(item) == {key}:
+            return expand(item[key])
+    return [item]
+
+
+def _problems(data: Any, settings: Sequence[Setting]) -> tuple[list[UserError], list[int]]:
+    """Return the unknown names of the data, and for each pass the index of its item.
+
+    The schema checks data of another form, and files of sensitivities.
+    """
+    problems = Problems()
+    data, origins = expanded(data, PRESETS)
     if not isinstance(data, Mapping) or any(SENSITIVITY in item for item in _items(data)):
-        return
-    changed = apply_settings(data, settings)
+        return [], origins
+    changed = apply_settings(data, settings, problems)
     for part in PARTS:
         values = changed.get(part) if part else changed
         if isinstance(values, Mapping):
             also = (SUITE,) if part == "eval" else ()
-            _check_options((part,) if part else (), values, outline_of_part(part).options, also)
+            _check_options(problems, (part,) if part else (), values, outline_of_part(part).options, also)
     plugins = changed.get("plugins") or ()
     files = {Path(name).stem for name in plugins if isinstance(name, str)} if isinstance(plugins, Sequence) else set()
     external_keys = {*files, *installed()}
     for index, item in enumerate(_items(changed)):
         if len(item) == 1:
             ((key, options),) = item.items()
-            _check_pass(("passes", index, key), str(key), options, external_keys)
+            _check_pass(problems, ("passes", index, key), str(key), options, external_keys)
+    return problems.errors, origins
 
 
-def _check_pass(place: Place, key: str, options: Any, external_keys: set[str]) -> None:
+def _check_pass(problems: Problems, place: Place, key: str, options: Any, external_keys: set[str]) -> None:
     """Check the key and the options of a pass; `external_keys` are keys of passes that are not built in."""
-    if key in external_keys or ":" in key:
+    if key == PRESET:
+        try:
+            preset(options)
+        except RecipeError as error:
+            problems.add(recipe_error(place, str(error)))
+    elif key in external_keys or ":" in key:
         return
-    if key not in PASSES:
-        raise recipe_error(place, f"pass {key!r} is not known{did_you_mean(key, {*PASSES, *external_keys})}")
-    if isinstance(options, Mapping):
-        _check_options(place, options, outline_of_pass(key, PASSES.kind(key)).options)
+    elif key not in PASSES:
+        hint = did_you_mean(key, {*PASSES, *external_keys})
+        problems.add(recipe_error(place, f"pass {key!r} is not known{hint}"))
+    elif isinstance(options, Mapping):
+        _check_options(problems, place, options, outline_of_pass(key, PASSES.kind(key)).options)
 
 
 def _check_options(
-    place: Place, values: Mapping[Any, Any], options: Sequence[str], extra_options: Sequence[str] = ()
+    problems: Problems,
+    place: Place,
+    values: Mapping[Any, Any],
+    options: Sequence[str],
+    extra_options: Sequence[str] = (),
 ) -> None:
     for name, value in values.items():
         if name not in options and name not in extra_options:
-            raise recipe_error((*place, name), unknown_option(str(name), options, value))
+            problems.add(recipe_error((*place, name), unknown_option(str(name), options, value)))
 
 
 def _items(data: Mapping[str, Any]) -> Iterator[Mapping[Any, Any]]:

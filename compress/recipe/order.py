@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from compress.models.structure.ends import EMBEDDING, HEAD
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Pass
+from compress.passes.contract.problems import for_all
 from compress.passes.contract.wording import recipe_error
 
 DISJOINT = "remove one of the two, or give them disjoint targets"
@@ -29,26 +31,28 @@ def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
     Raises:
         RecipeError: if the order is impossible.
     """
-    earlier_passes: list[tuple[str, Pass]] = []
-    for index, step in enumerate(passes):
-        for earlier_label, earlier in earlier_passes:
-            for fact in sorted(step.never_after & _facts(earlier)):
-                if _surely_meet(earlier, step):
-                    words = in_words(fact)
-                    message = f"the layers are already {words} by {earlier_label}; put {step.key()} before it"
-                    if fact in _facts(step):
-                        twice = f"twice, by {earlier_label} and by this pass"
-                        message = f"the same layers would be {words} {twice}; {DISJOINT}"
-                    raise recipe_error(("passes", index, step.key()), message)
-        for fact in sorted(step.after):
-            if not begun and not any(fact in _facts(earlier) for _, earlier in earlier_passes):
-                message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
-                raise recipe_error(("passes", index, step.key()), message)
-        earlier_passes.append((label(index, step), step))
-    for index, step in enumerate(passes):
-        prepares = step.effects(ANY_LAYER).prepares
-        if prepares is not None and not any(prepares.fact in _facts(later) for later in passes[index + 1 :]):
-            raise recipe_error(("passes", index, step.key()), unprepared(prepares.fact))
+    for_all(partial(_check_place, passes, begun), range(len(passes)))
+
+
+def _check_place(passes: Sequence[Pass], begun: bool, index: int) -> None:
+    """Check one pass among those before and after it."""
+    step = passes[index]
+    place, earlier_passes = ("passes", index, step.key()), passes[:index]
+    for i, earlier in enumerate(earlier_passes):
+        for fact in sorted(step.never_after & _facts(earlier)):
+            if _surely_meet(earlier, step):
+                words = in_words(fact)
+                message = f"the layers are already {words} by {label(i, earlier)}; put {step.key()} before it"
+                if fact in _facts(step):
+                    twice = f"twice, by {label(i, earlier)} and by this pass"
+                    message = f"the same layers would be {words} {twice}; {DISJOINT}"
+                raise recipe_error(place, message)
+    for fact in sorted(step.after):
+        if not begun and not any(fact in _facts(earlier) for earlier in earlier_passes):
+            raise recipe_error(place, f"the model must be {in_words(fact)} first; put a pass that does so before it")
+    prepares = step.effects(ANY_LAYER).prepares
+    if prepares is not None and not any(prepares.fact in _facts(later) for later in passes[index + 1 :]):
+        raise recipe_error(place, unprepared(prepares.fact))
 
 
 def _facts(step: Pass) -> frozenset[Fact]:

@@ -2,19 +2,29 @@
 
 A published recipe names no folder of the user's machine: paths are relative to the recipe where the two are near each
 other, and otherwise the name of the file or folder alone. The report has the sha256 of every model and text.
+
+Among the options of a pass, also of a plugin, those of the types `pathlib.Path` and `ModelSource` are paths.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os.path import abspath, expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
 
 from compress.data.dataset_rows import BUILDERS
 from compress.data.text_source import FILES
+from compress.passes.contract.discovery import is_class
+from compress.passes.contract.options import MODEL_SOURCE
+from compress.passes.contract.passes import Pass
+from compress.passes.contract.problems import Problems
 from compress.passes.contract.wording import Place, recipe_error
+from compress.recipe.names import SENSITIVITY
+from compress.recipe.plugins import find, load_files
 from compress.recipe.shipped import SUFFIXES
 
 NEAR = 3  # parts of the folder around a recipe and a path, such as / home alice, so that the path between hides them
@@ -71,22 +81,52 @@ def with_paths(data: Any, change: Change, folder: Path | None = None) -> Any:
     def step(value: Any, place: Place) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {key: of_mapping(options, (*place, key), {"teacher": model}) for key, options in value.items()}
+        return {key: of_mapping(options, (*place, key), options_of(key)) for key, options in value.items()}
 
+    def options_of(key: str) -> Mapping[str, Callable[[Any, Place], Any]]:
+        if key == SENSITIVITY:
+            return {"file": always}
+        kind = class_of(key)
+        return {} if kind is None else fields_of(kind)
+
+    def fields_of(kind: type[BaseModel]) -> dict[str, Callable[[Any, Place], Any]]:
+        types = {field.alias or name: (field.annotation, *field.metadata) for name, field in kind.model_fields.items()}
+        return {name: inner for name, kinds in types.items() if (inner := of_types(kinds)) is not None}
+
+    def of_types(kinds: Iterable[Any]) -> Callable[[Any, Place], Any] | None:
+        return next((inner for inner in map(of_type, kinds) if inner is not None), None)
+
+    def of_type(kind: Any) -> Callable[[Any, Place], Any] | None:
+        if kind is Path or kind is MODEL_SOURCE:
+            return always if kind is Path else model
+        if is_class(kind) and issubclass(kind, BaseModel):
+            fields = fields_of(kind)
+            return (lambda value, place: of_mapping(value, place, fields)) if fields else None
+        inner = of_types(get_args(kind))
+        return each(inner) if inner is not None and get_origin(kind) in (list, tuple, Sequence) else inner
+
+    class_of = _passes_of(data, base)
     parts = {"model": model, "calibration": text, "plugins": each(always), "passes": each(step), "eval": evaluation}
     return of_mapping(data, (), parts)
 
 
-def located(data: Any, folder: Path, replaced: Collection[Place] = ()) -> Any:
+def _passes_of(data: Any, folder: Path) -> Callable[[str], type[Pass] | None]:
+    """Return a function from the key of a pass to its class; None for what reading the recipe will refuse."""
+    listed = data.get("plugins") if isinstance(data, Mapping) else None
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    problems = Problems()
+    plugins = problems.attempt(load_files, [str(folder / expanduser(name)) for name in names]) or {}
+    return lambda key: problems.attempt(find, str(key), plugins)
+
+
+def located(data: Any, folder: Path, problems: Problems, replaced: Collection[Place] = ()) -> Any:
     """Return the plain values of a recipe file with absolute paths.
 
     Args:
         data: values of the file.
         folder: folder of the file.
+        problems: receives an error for each path that exists in the current folder, and not in that of the recipe.
         replaced: places whose values will be replaced, which are not read.
-
-    Raises:
-        RecipeError: for a path that exists in the current folder, and not in that of the recipe.
     """
     root = Path(abspath(folder))
 
@@ -95,11 +135,8 @@ def located(data: Any, folder: Path, replaced: Collection[Place] = ()) -> Any:
         if any(place[: len(other)] == other for other in replaced):
             return value
         if not (root / path).exists() and Path(path).exists():
-            raise recipe_error(
-                place,
-                f"{value} is not in the folder of the recipe, to which its paths are relative; write "
-                f"{os.path.relpath(path, root)}",
-            )
+            reason = f"{value} is not in the folder of the recipe, to which its paths are relative"
+            problems.add(recipe_error(place, f"{reason}; write {os.path.relpath(path, root)}"))
         return os.path.normpath(root / path)
 
     def check(value: str, place: Place) -> str:
@@ -126,6 +163,19 @@ def stored(data: Any, folder: Path, public: bool = False) -> Any:
         return Path(path).name if public else path
 
     return with_paths(data, spelled)
+
+
+def files_of_passes(data: Any) -> list[str]:
+    """Return the paths among the options of the passes that are files, as written in the plain values of a recipe."""
+    names: list[str] = []
+
+    def note(value: str, place: Place) -> str:
+        if place[0] == "passes" and Path(value).is_file():
+            names.append(value)
+        return value
+
+    with_paths(data, note)
+    return names
 
 
 def without_folders(values: Any, data: Any) -> Any:

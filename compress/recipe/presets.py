@@ -8,7 +8,7 @@ read, so a resolved recipe lists the passes themselves. Its options of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -55,12 +55,8 @@ def presets() -> dict[str, Preset]:
     return preset_by_name
 
 
-def preset(name: Any, place: tuple[str | int, ...] = (KEY,)) -> Preset:
+def preset(name: Any) -> Preset:
     """Return the preset of a name; case is ignored, and '_' equals '-'.
-
-    Args:
-        name: name in a recipe.
-        place: place of the name in the recipe, for errors.
 
     Raises:
         RecipeError: if the name is unknown.
@@ -72,34 +68,11 @@ def preset(name: Any, place: tuple[str | int, ...] = (KEY,)) -> Preset:
     if isinstance(name, str) and GGUF_NAME.fullmatch(name):
         raise RecipeError(
             f"scheme {name}: this type of GGUF files is not written; use one of "
-            f"{', '.join(key for key, candidate in preset_by_name.items() if candidate.save)}",
-            place,
+            f"{', '.join(key for key, candidate in preset_by_name.items() if candidate.save)}"
         )
     choices = f"; use one of {', '.join(preset_by_name)}"
     near = did_you_mean(name.upper(), preset_by_name) if isinstance(name, str) else choices
-    raise RecipeError(f"scheme {name!r} is not known{near}", place)
-
-
-def expand(items: Any) -> tuple[Any, list[int]]:
-    """Replace presets among the passes of a recipe, as plain values, by their passes.
-
-    Returns:
-        The passes, and for each pass the index of the item that it comes from. Other items stay as they are; the recipe
-        checks them.
-
-    Raises:
-        RecipeError: if a preset is unknown.
-    """
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        return items, []
-    passes: list[Any] = []
-    origins: list[int] = []
-    for index, item in enumerate(items):
-        is_preset = isinstance(item, Mapping) and set(item) == {KEY}
-        steps = preset(item[KEY], ("passes", index, KEY)).passes if is_preset else [item]
-        passes += steps
-        origins += [index] * len(steps)
-    return passes, origins
+    raise RecipeError(f"scheme {name!r} is not known{near}")
 
 
 def _plain(name: str) -> str:

@@ -27,20 +27,31 @@ from compress.data.text_source import path_text
 from compress.errors import RecipeError, did_you_mean
 from compress.models.computation import DEVICES
 from compress.numerics.sparse.positions import SparsePolicy
-from compress.passes.contract.options import Options, mistake
+from compress.passes.contract.options import OptionError, Options, mistakes, option_error
 from compress.passes.contract.passes import Pass
+from compress.passes.contract.problems import Problems, for_all, together
 from compress.passes.contract.wording import Place, recipe_error
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
-from compress.recipe.names import located_error
+from compress.recipe.names import (
+    PRESETS,
+    SENSITIVITY,
+    Expansions,
+    expanded,
+    expanded_items,
+    located_error,
+    steps_of,
+)
 from compress.recipe.order import check_order, label
 from compress.recipe.paths import located
 from compress.recipe.plugins import find, load_files, spelled
-from compress.recipe.presets import expand
-from compress.recipe.sensitivities import expand_sensitivities
+from compress.recipe.sensitivities import expand_sensitivity
 from compress.recipe.settings import Setting, apply_settings, error_of_setting
 from compress.recipe.shipped import find_recipe
 from compress.recipe.yaml import compose, read_file, yaml_of
+
+PASSES = "passes"
+"""The key of the passes in a recipe."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -108,6 +119,7 @@ class Recipe(BaseModel):
 
     Raises:
         RecipeError: for every mistake: unknown options, values out of range, passes in an impossible order.
+        SeveralErrors: for several mistakes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,7 +157,7 @@ class Recipe(BaseModel):
         try:
             return build(data)
         except ValidationError as error:
-            raise recipe_error(*mistake(error, cls)) from None
+            raise together([recipe_error(*mistake) for mistake in mistakes(error, cls)]) from None
 
     @field_validator("model", mode="before")
     @classmethod
@@ -197,6 +209,7 @@ class Recipe(BaseModel):
             RecipeError: with file, line and column: no such file, not YAML, unknown keys, passes or options (with the
                 nearest known one), values out of range, passes in an impossible order. For a mistake in a setting, the
                 error names the setting.
+            SeveralErrors: for several mistakes, each as it would be raised alone.
         """
         path = find_recipe(path)
         return cls.from_text(read_file(path), str(path), settings, path.parent)
@@ -214,40 +227,32 @@ class Recipe(BaseModel):
             folder: folder to which paths are relative; None: the current one.
         """
         data, places = compose(text, name)
-        origins: list[int] = []
-        try:
-            if folder is not None:
-                data = located(data, folder, [setting.place for setting in settings])
-            data, origins = _expanded(data, folder)
-            return cls.model_validate(apply_settings(data, settings))
-        except RecipeError as error:
-            raise located_error(error, name, places, origins, settings) from error
+        problems = Problems()
+        if folder is not None:
+            data = located(data, folder, problems, [setting.place for setting in settings])
+        data, origins = expanded(data, EXPANSIONS)
+        data = apply_settings(data, settings, problems)
+        recipe = problems.attempt(cls.model_validate, data)
+        if recipe is None or problems.errors:
+            raise together([located_error(error, name, places, origins, settings) for error in problems.errors])
+        return recipe
 
     @classmethod
     def from_data(cls, data: Any, settings: Sequence[Setting] = ()) -> Recipe:
         """Build a recipe from the plain values of YAML.
 
         Raises:
-            RecipeError: if a value is invalid.
+            RecipeError: if a value is invalid; SeveralErrors for several of them.
         """
-        try:
-            return cls.model_validate(apply_settings(_expanded(data)[0], settings))
-        except RecipeError as error:
-            setting_error = error_of_setting(settings, error)
-            raise error if setting_error is None else setting_error from None
+        problems = Problems()
+        recipe = problems.attempt(cls.model_validate, apply_settings(expanded(data, EXPANSIONS)[0], settings, problems))
+        if recipe is None or problems.errors:
+            raise together([error_of_setting(settings, error) or error for error in problems.errors])
+        return recipe
 
 
-def _expanded(data: Any, folder: Path | None = None) -> tuple[Any, list[int]]:
-    """Return the data with presets and sensitivities expanded, and for each pass the index of its item.
-
-    Args:
-        data: plain values of a recipe.
-        folder: folder of the recipe, to which files of sensitivities are relative.
-    """
-    if not isinstance(data, Mapping) or "passes" not in data:
-        return data, []
-    items, origins = expand(expand_sensitivities(data["passes"], folder))
-    return {**data, "passes": items}, origins
+EXPANSIONS: Expansions = {**PRESETS, SENSITIVITY: lambda spelled: [expand_sensitivity(spelled)]}
+"""The items that stand for passes, by key."""
 
 
 def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType({})) -> tuple[Pass, ...]:
@@ -258,12 +263,11 @@ def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType
         plugins: passes of the recipe's plugin files, by key.
 
     Raises:
-        RecipeError: if an item is not a valid pass.
+        RecipeError: if an item is not a valid pass; SeveralErrors for several mistakes.
     """
-    items, _ = expand(expand_sensitivities(items))
     if not isinstance(items, Sequence) or isinstance(items, str):
-        raise recipe_error(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
-    return tuple(_pass(i, item, plugins) for i, item in enumerate(items))
+        raise OptionError((), "must be a list, such as '- gptq: {weights: int4}'", PASSES)
+    return tuple(for_all(lambda item: _pass(*item, plugins), enumerate(expanded_items(items, EXPANSIONS)[0])))
 
 
 def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
@@ -272,20 +276,22 @@ def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
     if isinstance(item, str):
         item = {item: None}
     if not isinstance(item, Mapping) or len(item) != 1:
-        raise recipe_error(
-            ("passes", index), "a pass must be one name with its options, such as '- gptq: {weights: int4}'"
+        raise OptionError(
+            (index,), "a pass must be one name with its options, such as '- gptq: {weights: int4}'", PASSES
         )
     ((key, options),) = item.items()
-    place: Place = ("passes", index, key)
+    place: Place = (index, key)
     try:
+        steps_of(item, EXPANSIONS)
         kind = find(str(key), plugins)
+    except OptionError as error:
+        raise OptionError((*place, *error.place), error.message, PASSES) from error
     except RecipeError as error:
-        raise recipe_error(place, str(error)) from error
+        raise OptionError(place, str(error), PASSES) from error
     options = {} if options is None else options
     if not isinstance(options, Mapping):
-        raise recipe_error(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
+        raise OptionError(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}", PASSES)
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:
-        inner, message = mistake(error, kind)
-        raise recipe_error((*place, *inner), message) from None
+        raise option_error(error, kind, place, PASSES) from None

@@ -9,7 +9,7 @@ layer one of the measured choices. A resolved recipe lists that pass, so the fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from compress.layers.linear import kind_of
 from compress.numerics.budget import within_budget
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
-from compress.recipe.names import SENSITIVITY as KEY
+from compress.passes.contract.options import OptionError
 
 OPTIONS = "file", "bits", "with"
 FILE = "sensitivity.json"
@@ -157,42 +157,25 @@ def _overridden(key: str, options: Mapping[str, dict[str, Any]], chosen: Mapping
     return {**options[common], "overrides": overrides}
 
 
-def expand_sensitivities(items: Any, folder: Path | None = None) -> Any:
-    """Replace items with the key `sensitivity` among the passes of a recipe, as plain values.
+def expand_sensitivity(spelled: Any) -> dict[str, Any]:
+    """Return the pass, as a recipe spells it, that the item `sensitivity` stands for.
 
     Args:
-        items: passes of a recipe; other items stay as they are.
-        folder: folder to which paths are relative.
+        spelled: plain value of the item.
 
     Raises:
-        RecipeError: if an item is invalid or its file cannot be read.
+        RecipeError: if the item is invalid or its file cannot be read.
     """
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        return items
-    return [
-        _expanded(item[KEY], ("passes", index, KEY), folder)
-        if isinstance(item, Mapping) and set(item) == {KEY}
-        else item
-        for index, item in enumerate(items)
-    ]
-
-
-def _expanded(spelled: Any, place: tuple[str | int, ...], folder: Path | None) -> dict[str, Any]:
     example = "write sensitivity: {file: sensitivity.json, bits: 3.5}"
     if not isinstance(spelled, Mapping) or not isinstance(spelled.get("file"), str):
-        raise RecipeError(f"sensitivity: needs file and bits; {example}", place)
+        raise RecipeError(f"needs file and bits; {example}")
     for name in spelled:
         if name not in OPTIONS:
-            raise RecipeError(f"sensitivity {name}: unknown option{did_you_mean(str(name), OPTIONS)}", (*place, name))
+            raise OptionError((name,), f"unknown option{did_you_mean(str(name), OPTIONS)}")
     bits, base = spelled.get("bits"), spelled.get("with")
     if isinstance(bits, bool) or not isinstance(bits, (int, float)):
-        raise RecipeError(f"sensitivity bits: {bits!r} is not a number of bits per weight; {example}", place)
+        raise OptionError(("bits",), f"{bits!r} is not a number of bits per weight; {example}")
     base = {base: {}} if isinstance(base, str) else base
     if base is not None and not (isinstance(base, Mapping) and len(base) == 1 and next(iter(base)) in PASSES):
-        raise RecipeError(
-            "sensitivity with: must be one pass, such as gptq or {gptq: {damping: 0.05}}", (*place, "with")
-        )
-    try:
-        return allocation(read_sensitivities((folder or Path()) / spelled["file"]), bits, base)
-    except RecipeError as error:
-        raise RecipeError(f"sensitivity {error}", place) from error
+        raise OptionError(("with",), "must be one pass, such as gptq or {gptq: {damping: 0.05}}")
+    return allocation(read_sensitivities(Path(spelled["file"])), bits, base)

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from compress.errors import RecipeError
+from compress.errors import RecipeError, UserError
+from compress.passes.contract.problems import Problems
 from compress.passes.contract.wording import Place
 from compress.recipe.yaml import plain_values
 
@@ -49,17 +50,19 @@ def read_setting(text: str) -> Setting:
     return Setting(tuple(int(part) if part.isdecimal() else part for part in parts), parsed, spelled)
 
 
-def apply_settings(data: Any, settings: Sequence[Setting]) -> Any:
+def apply_settings(data: Any, settings: Sequence[Setting], problems: Problems) -> Any:
     """Return a copy of the plain values of a recipe with the settings applied; presets are expanded before.
 
-    Raises:
-        RecipeError: if a place cannot exist. Unknown options are found when the recipe is validated.
+    Args:
+        data: values of the recipe.
+        settings: what replaces them.
+        problems: receives an error for each place that cannot exist. Validating the recipe finds unknown options.
     """
     if not settings or not isinstance(data, Mapping):
         return data
     changed = copy.deepcopy(dict(data))
     for setting in settings:
-        _put(changed, setting)
+        problems.attempt(_put, changed, setting)
     return changed
 
 
@@ -93,17 +96,22 @@ def _error(setting: Setting, depth: int, message: str) -> RecipeError:
     return RecipeError(f"{setting.text}: {'.'.join(map(str, setting.place[:depth]))} {message}", setting.place)
 
 
-def error_of_setting(settings: Sequence[Setting], error: RecipeError) -> RecipeError | None:
+def path_of(error: UserError) -> Place:
+    """Return the place of a mistake in the data of a recipe; empty if it has none."""
+    return error.path if isinstance(error, RecipeError) else ()
+
+
+def error_of_setting(settings: Sequence[Setting], error: UserError) -> UserError | None:
     """Return the error with the setting that contains its place; None if no setting does."""
     for setting in reversed(settings):
-        if error.path[: len(setting.place)] == setting.place:
+        if path_of(error)[: len(setting.place)] == setting.place:
             begun = str(error).startswith(setting.text)
-            return error if begun else RecipeError(f"{setting.text}: {error}", error.path)
+            return error if begun else RecipeError(f"{setting.text}: {error}", path_of(error))
     return None
 
 
-def settings_note(settings: Sequence[Setting], error: RecipeError) -> str:
+def settings_note(settings: Sequence[Setting], error: UserError) -> str:
     """Return a note that names the settings inside of the error's place, or an empty string."""
-    place = error.path
+    place = path_of(error)
     inside = [setting.text for setting in settings if place and setting.place[: len(place)] == place]
     return f" (with {' '.join(inside)})" if inside else ""

@@ -85,6 +85,8 @@ def read_file(path: Path) -> str:
     Raises:
         RecipeError: if the file cannot be read or is too large.
     """
+    if path.is_fifo():  # it would be empty when it is read again
+        raise RecipeError(f"{path}: is a pipe; write the recipe to a file first")
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)

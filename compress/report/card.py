@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
+from compress.data.text_source import PYTHON
 from compress.evaluate.result import RunResult
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
@@ -96,12 +97,24 @@ def card(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, 
         f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
         *(f"**{text}.**" for text in overlap_warnings(report)),
         f"## Use\n\n{_use(report, facts)}",
-        f"## Recipe\n\n`compress run recipe.yaml` makes this checkpoint again. {_conditions(report)}\n\n"
-        f"```yaml\n{recipe}```",
+        f"## Recipe\n\n{_again(report)} makes this checkpoint again. {_conditions(report)}\n\n```yaml\n{recipe}```",
         f"`report.md` has the errors of all layers, times, memory and versions. Digest of the checkpoint: "
         f"`{report.checkpoint_sha256}`.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _again(report: RunResult) -> str:
+    """What has to be called."""
+    if report.reproduce.recipe["calibration"]["source"] != PYTHON:
+        return "`compress run recipe.yaml`"
+    data = "; ".join(
+        f"{use.text}, sha256 `{use.sha256}`" for use in report.reproduce.texts if use.part == "calibration"
+    )
+    return (
+        f"The recipe does not hold the calibration data ({data}). With the same data, "
+        '`compress.run("recipe.yaml", calibration=DATA)`'
+    )
 
 
 def _conditions(report: RunResult) -> str:

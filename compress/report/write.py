@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from compress.checkpoint.containers.files import write_json, write_text
 from compress.checkpoint.sources.untrusted import check_complete
-from compress.data.overlap import CalibrationSketch
 from compress.errors import UserError
-from compress.evaluate.result import RunResult
+from compress.evaluate.result import Reproduction, RunResult
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.recipe.sensitivities import Sensitivities, read_sensitivities
 from compress.report.charts import picture
@@ -41,13 +40,13 @@ def read_report(folder: Path) -> RunResult:
         raise ReportError(f"{path}: no readable report ({reason}); name the output folder of compress run") from error
 
 
-def calibration_runs_of(folder: Path) -> CalibrationSketch | None:
-    """Read what the calibration of a checkpoint has read from the report in its folder; None if it states none.
+def reproduction_of(folder: Path) -> Reproduction | None:
+    """Read what determined the bytes of a checkpoint from the report in its folder; None if it has none.
 
     Raises:
         ReportError: for a report that cannot be read.
     """
-    return read_report(folder).reproduce.calibration_runs if (folder / FILE).exists() else None
+    return read_report(folder).reproduce if (folder / FILE).exists() else None
 
 
 def sensitivity_of(folder: Path, fingerprint: str) -> Sensitivities | None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from compress.checkpoint.load import load
-from compress.errors import CompressError, RecipeError, TargetError
+from compress.errors import CompressError, TargetError, UserError
 from compress.layers.linear import CompressedLinear, linears
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.layers import Layer, Solution
@@ -207,7 +207,7 @@ def check_pruned(trial: PassTrial) -> None:
 def _check_refused(chain: list[Pass]) -> None:
     try:
         check_order(chain)
-    except RecipeError as error:
+    except UserError as error:
         return require("are already pruned" in str(error), f"another error: {error}")
     raise AssertionError("it may not come after pruning, but no error says so")
 

@@ -165,6 +165,10 @@ def test_arrays_of_every_order(pico, tmp_path, pico_ids):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
 def test_a_pipe_is_no_file(pico, tmp_path):
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(CalibrationError, match="pipe.txt is not a regular file; write the text to a file first"):
-        planned(pico, tmp_path / "pipe.txt")
+    for name in ("pipe.txt", "pipe.npy", "pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CalibrationError, match=f"{name} is not a regular file; write the text to a file first"):
+            planned(pico, tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(RecipeError, match="pipe.yaml: is a pipe; write the recipe to a file first"):
+        Recipe.from_yaml(tmp_path / "pipe.yaml")

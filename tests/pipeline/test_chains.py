@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 import compress
-from compress.errors import CompressError, NumericError, RecipeError
+from compress.errors import CompressError, NumericError, RecipeError, SeveralErrors
 
 FAMILIES = ["llama", "opt", "gpt2", "qwen3-moe", "phi3", "starcoder2", "gpt-neox"]
 BY_DATA = "no calibration token reached|protect them with keep|a block depends on its position"
@@ -42,7 +42,7 @@ def drawn(recipe, one_block, steps, save, family):
     """The drawn recipe; a draw whose options contradict each other is left out."""
     try:
         return recipe(*steps, model=one_block(family), save=save, eval=None)
-    except RecipeError:
+    except (RecipeError, SeveralErrors):
         assume(False)
 
 

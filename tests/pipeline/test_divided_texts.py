@@ -14,6 +14,7 @@ from compress import Calibration, Evaluate, Recipe
 from compress.checkpoint.opening import open_model
 from compress.data.overlap import CalibrationSketch
 from compress.data.sources import embedded_text
+from compress.data.text_source import TextSource
 from compress.errors import RecipeError
 from compress.passes.contract.journal import Journal
 from compress.pipeline.evaluation import evaluate_models
@@ -187,3 +188,35 @@ def test_a_killed_run_keeps_its_shares(pico, files, tmp_path, stop):
     assert len(sketch.runs().hashes) == 8 * (64 - 32 + 1)
     recorded = Recipe.from_yaml(Path(tmp_path / "killed" / "recipe.yaml"))
     assert compress.run(recorded, tmp_path / "again").report["checkpoint_sha256"] == report["checkpoint_sha256"]
+
+
+def test_another_evaluation_of_a_complete_run_is_no_other_run(pico, files, tmp_path):
+    """The calibration keeps what it read; a text that it read whole is evaluated with a warning."""
+    text, other = str(files / "text.txt"), str(files / "other.txt")
+    first = compress.run(recipe_on(pico, text, other), tmp_path / "apart", progress=False).report
+    then = plain(compress.run(recipe_on(pico, text, text), tmp_path / "apart", progress=False))
+    assert then["checkpoint_sha256"] == first["checkpoint_sha256"]
+    assert then["perplexity"][0]["overlap"] > 0 and len(warnings_of(then)) == 1
+    first = compress.run(recipe_on(pico, text, text), tmp_path / "divided", progress=False).report
+    then = plain(compress.run(recipe_on(pico, text, other), tmp_path / "divided", progress=False))
+    assert then["checkpoint_sha256"] == first["checkpoint_sha256"] and warnings_of(then) == []
+    assert then["reproduce"]["texts"][0] == first["reproduce"]["texts"][0]
+
+
+def test_eval_reads_the_share_that_the_calibration_left(pico, files, tmp_path):
+    text, other = str(files / "text.txt"), str(files / "other.txt")
+    report = compress.run(recipe_on(pico, text, text), tmp_path / "divided", progress=False).report
+    shutil.copy(files / "text.txt", tmp_path / "renamed.txt")
+    settings = Evaluate(perplexity=(str(tmp_path / "renamed.txt"),), windows=None, length=64, top_k=None)
+    measured = evaluate_models([pico, str(tmp_path / "divided")], settings, work=None)
+    assert measured.models[1].texts[0].overlap == 0 and not any(note.startswith("warning") for note in measured.notes)
+    assert [note for note in measured.notes if "characters 1 to 20000 of 80000 are read" in note]
+    share = Evaluate(perplexity=(text,), windows=8, length=64, top_k=None)
+    [again] = evaluate_models([str(tmp_path / "divided")], share, work=None).models
+    assert again.texts[0].sha256 == report["perplexity"][0]["sha256"]
+    whole = settings.model_copy(update={"perplexity": (TextSource(source=text, divided=False),)})
+    [read] = evaluate_models([str(tmp_path / "divided")], whole, work=None).models
+    assert read.texts[0].overlap > 0
+    compress.run(recipe_on(pico, text, other), tmp_path / "apart", progress=False)
+    apart = evaluate_models([str(tmp_path / "apart")], settings, work=None)
+    assert apart.models[0].texts[0].overlap > 0 and any(note.startswith("warning: ") for note in apart.notes)

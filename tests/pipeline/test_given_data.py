@@ -1,5 +1,6 @@
 """Arguments in Python: calibration data of every usual form, devices, trainable models, and what plugins return."""
 
+import json
 from typing import ClassVar
 
 import pytest
@@ -8,8 +9,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import compress
-from compress import GPTQ, RTN, Calibration
-from compress.errors import CalibrationError, RecipeError, TargetError
+from compress import GPTQ, RTN, Calibration, Recipe
+from compress.errors import CalibrationError, OutputError, RecipeError, SeveralErrors, TargetError
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.passes import LayerPass
@@ -189,3 +190,101 @@ def test_a_recipe_with_texts_says_what_to_write(pico):
     with pytest.raises(RecipeError, match="calibration: must be a mapping of options") as caught:
         compress.Recipe(model=pico, passes=[RTN()], calibration=[TEXT] * 100)
     assert len(str(caught.value)) < 300
+
+
+# Calibration and evaluation data of a run
+
+ROWS = [{"text": TEXT.replace("fox", animal)} for animal in ("fox", "cat", "hen", "cow")]
+SHAPE = {"sequences": 8, "length": 32, "batch": 4}
+
+
+def asked(pico, source="embedded", test="embedded"):
+    return Recipe(
+        model=pico,
+        passes=[GPTQ(group_size=32)],
+        calibration=Calibration(source=str(source), **SHAPE),
+        eval={"perplexity": [str(test)], "windows": 2, "length": 32, "top_k": None},
+    )
+
+
+RUN_FORMS = {
+    "texts": lambda rows: [row["text"] for row in rows],
+    "rows": lambda rows: rows,
+    "data set": lambda rows: pytest.importorskip("datasets").Dataset.from_list(rows),
+    "torch data set": lambda rows: Rows(rows),
+}
+
+
+@pytest.mark.parametrize("form", RUN_FORMS)
+def test_a_run_reads_texts_of_a_program_as_those_of_a_file(form, pico, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    of_file = compress.run(asked(pico, tmp_path / "rows.jsonl"), tmp_path / "file", progress=False).report
+    data = RUN_FORMS[form](ROWS)
+    report = compress.run(asked(pico), tmp_path / "out", progress=False, calibration=data).report
+    assert report["checkpoint_sha256"] == of_file["checkpoint_sha256"]
+    used, expected = report["reproduce"]["texts"][0], of_file["reproduce"]["texts"][0]
+    assert {**used, "text": None} == {**expected, "text": None} and used["text"] == "4 texts of a program"
+
+
+def test_a_run_reads_token_ids_of_a_program_as_those_of_a_file(pico, pico_ids, texts, recipe, tmp_path):
+    stored = recipe(GPTQ(group_size=32))
+    of_file = compress.run(stored, tmp_path / "file", progress=False).report
+    for name, data in {
+        "tensor": pico_ids,
+        "loader": FORMS["loader"](pico_ids),
+        "padding": FORMS["padding"](pico_ids),
+    }.items():
+        report = compress.run(stored, tmp_path / name, progress=False, calibration=data).report
+        assert report["checkpoint_sha256"] == of_file["checkpoint_sha256"]
+
+
+def test_a_run_takes_calibration_values_and_names(pico, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    runs = [
+        compress.run(asked(pico), tmp_path / "value", calibration=Calibration(source=str(tmp_path / "a.txt"), **SHAPE)),
+        compress.run(asked(pico), tmp_path / "path", calibration=tmp_path / "a.txt"),
+        compress.run(asked(pico), tmp_path / "text", calibration=[TEXT]),
+    ]
+    assert len({run.report["checkpoint_sha256"] for run in runs}) == 1
+    assert [run.report["reproduce"]["texts"][0]["text"] for run in runs] == ["a.txt", "a.txt", "1 texts of a program"]
+
+
+def test_evaluation_data_of_a_program_are_divided_and_recorded(pico, tmp_path):
+    rows = [{"text": f"{number} {row['text']}"} for number, row in enumerate(ROWS * 2)]
+    report = compress.run(asked(pico), tmp_path / "out", progress=False, calibration=rows, evaluation=rows).report
+    calibrated, tested = report["reproduce"]["texts"]
+    assert calibrated["sha256"] == tested["sha256"]
+    assert (tested["share"]["stop"], calibrated["share"]["start"]) == (2, 2)
+    notes = [entry["message"] for entry in report["journal"]["entries"] if entry["where"] == "data"]
+    assert len(notes) == 1 and notes[0].startswith("8 texts of a program (sha256 ")
+    assert "the recipe, which alone does not repeat this run" in notes[0]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"does not hold the calibration data (8 texts of a program, sha256 `{calibrated['sha256']}`)" in card
+    assert 'compress.run("recipe.yaml", calibration=DATA)' in card and "`compress run recipe.yaml` makes" not in card
+    with pytest.raises(
+        SeveralErrors, match="calibration: source python is data of a program.*(\n.*)*eval: source python"
+    ):
+        compress.run(tmp_path / "out" / "recipe.yaml", tmp_path / "again")
+    again = compress.run(
+        tmp_path / "out" / "recipe.yaml", tmp_path / "again", progress=False, calibration=rows, evaluation=rows
+    ).report
+    assert again["checkpoint_sha256"] == report["checkpoint_sha256"]
+    with pytest.raises(OutputError, match="the calibration text is another one"):
+        compress.run(asked(pico), tmp_path / "out", progress=False, calibration=rows[1:], evaluation=rows)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "is of class int"),
+        ([], "holds nothing"),
+        ([[1, 2, 3], [1, 2]], "a run reads token ids of one length; give texts, or cut the sequences"),
+        ({"input_features": torch.ones(2, 3)}, "a run reads texts or token ids"),
+        ([None], "holds items of class NoneType"),
+    ],
+)
+def test_other_data_of_a_run_is_one_line(data, message, pico, tmp_path):
+    with pytest.raises(CalibrationError, match=f"^calibration: {message}"):
+        compress.run(asked(pico), tmp_path / "out", calibration=data)
+    with pytest.raises(CalibrationError, match=f"^evaluation: {message}"):
+        compress.run(asked(pico), tmp_path / "out", evaluation=data)

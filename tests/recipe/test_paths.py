@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import compress
 from compress import RTN, Calibration, Evaluate, Recipe, cli
-from compress.errors import RecipeError
+from compress.errors import OutputError, RecipeError
 from compress.pipeline.sources import original_of
 from compress.recipe.paths import stored, without_folders
 
@@ -68,6 +68,57 @@ def test_every_path_of_a_file_is_relative_to_it(project):
     assert read.eval.perplexity[:2] == (str(texts / "b.txt"), "embedded")
     assert read.eval.perplexity[2].dataset == str(texts / "set.csv")
     assert read.eval.tasks == ("piqa", str(recipes / "task.yaml")) and read.eval.data == str(texts)
+
+
+OWN = """from pathlib import Path
+
+from pydantic import BaseModel
+
+from compress.passes.contract.options import ModelSource
+from compress.passes.quantize.rtn import RTN
+
+
+class Limits(BaseModel):
+    table: Path | None = None
+
+
+class Own(RTN):
+    '''A pass.'''
+
+    limits: Limits = Limits()
+    masks: tuple[Path, ...] = ()
+    judge: ModelSource | None = None
+    note: str = ""
+
+    def solve(self, weight, statistics, layer):
+        factor = float(self.limits.table.read_text())
+        return super().solve(weight * factor, statistics, layer)
+"""
+
+
+def test_the_paths_among_the_options_of_a_plugin_are_relative_to_the_recipe(project, monkeypatch):
+    (project / "recipes" / "own.py").write_text(OWN)
+    (project / "texts" / "table.txt").write_text("0.5")
+    options = "limits: {table: ../texts/table.txt}, masks: [a.npy, ~/b.npy], judge: ../models/pico, note: ../note"
+    monkeypatch.setenv("HOME", str(project))
+    path = written(
+        project,
+        f"model: ../models/pico\nplugins: [own.py]\npasses: [own: {{group_size: 32, {options}}}]\neval: null\n"
+        "save: {format: native}\n",
+    )
+    [step] = Recipe.from_yaml(path).passes
+    assert (step.limits.table, step.judge) == (project / "texts" / "table.txt", str(project / "models" / "pico"))
+    assert step.masks == (project / "recipes" / "a.npy", project / "b.npy") and step.note == "../note"
+
+    report = compress.run(path, project / "out", progress=False).report
+    options = report["reproduce"]["recipe"]["passes"][0]["own"]
+    assert (options["limits"]["table"], options["judge"]) == ("../texts/table.txt", "../models/pico")
+    monkeypatch.chdir("/")
+    again = compress.run(project / "out" / "recipe.yaml", project / "again", progress=False).report
+    assert again["checkpoint_sha256"] == report["checkpoint_sha256"]
+    (project / "texts" / "table.txt").write_text("0.25")
+    with pytest.raises(OutputError, match="contains another run .a file that a pass reads is another one"):
+        compress.run(path, project / "out", progress=False)
 
 
 def test_names_are_no_paths(project):

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 import compress
 from compress import GPTQ, RTN, Calibration, Evaluate, Recipe, Save, SmoothQuant, Wanda
 from compress.checkpoint.formats import FORMATS
-from compress.errors import ModelError, RecipeError, UserError
+from compress.errors import ModelError, RecipeError, SeveralErrors, UserError
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.masks import Pattern
 from compress.passes.contract.passes import Pass
+from compress.recipe.settings import read_setting
 
 # ---- round trips ----
 
@@ -357,6 +358,67 @@ def test_the_place_of_a_mistake_is_kept():
     with pytest.raises(RecipeError) as caught:
         Recipe.from_text("model: x\npasses: [rtn: {group_size: 0}]\n")
     assert caught.value.path == ("passes", 0, "rtn", "group_size")
+
+
+SEVERAL = """model: m
+modell: m
+calibration: {length: long, mixture: [{sorce: a}, {source: b, weight: -1}]}
+plugins: []
+passes:
+  - gtpq
+  - gptq: {damping: x, group_sise: 3}
+  - rtn: {overrides: [{targets: a, bits: 3}, {targets: b, scale: none}]}
+  - scheme: W4A17
+  - smoothquant: {alpha: x}
+  - sensitivity: {bits: 3}
+  - 3
+  - wanda: {allocate: {owl: {M: x, m: 3}}}
+save: {format: nativ, dtype: fp16}
+"""
+
+
+def test_all_mistakes_of_a_recipe_are_told_at_once():
+    with pytest.raises(SeveralErrors) as caught:
+        Recipe.from_text(SEVERAL, "r.yaml", [read_setting("passes.20.rtn.x=3"), read_setting("passes.1.gptq.grid=3")])
+    expected = [
+        r"--set passes.20.rtn.x=3: passes has 8 items; write an index from 0 to 7",
+        r"r.yaml:2:1: modell: unknown option; did you mean 'model'",
+        r"r.yaml:3:15: calibration length: input should be a valid integer, .*not 'long'",
+        r"r.yaml:3:40: calibration mixture\[0\] sorce: unknown option; did you mean 'source'",
+        r"r.yaml:3:63: calibration mixture\[1\] weight: input should be greater than 0, not -1",
+        r"r.yaml:6:5: passes\[0\] gtpq: pass 'gtpq' is not known; did you mean 'gptq'",
+        r"r.yaml:7:12: passes\[1\] gptq damping: input should be a valid number, .*not 'x'",
+        r"r.yaml:7:24: passes\[1\] gptq group_sise: unknown option; did you mean 'group_size'",
+        r"--set passes.1.gptq.grid=3: passes\[1\] gptq grid: unknown option; known: ",
+        r"r.yaml:8:36: passes\[2\] rtn overrides\[0\] bits: unknown option; did you mean 'weights'",
+        r"r.yaml:8:59: passes\[2\] rtn overrides\[1\] scale: scale 'none' is not known; write absmax",
+        r"r.yaml:9:5: passes\[3\] scheme: scheme 'W4A17' is not known; did you mean 'W4A16'",
+        r"r.yaml:10:19: passes\[4\] smoothquant alpha: input should be a valid number",
+        r"r.yaml:11:5: passes\[5\] sensitivity: needs file and bits",
+        r"r.yaml:12:5: passes\[6\]: a pass must be one name with its options",
+        r"r.yaml:13:30: passes\[7\] wanda allocate owl M: input should be a valid number",
+        r"r.yaml:13:36: passes\[7\] wanda allocate owl m: unknown option; known: M, lambda",
+        r"r.yaml:14:8: save format: format 'nativ' is not known; did you mean 'native'",
+        r"r.yaml:14:23: save dtype: .*did you mean 'float16'",
+    ]
+    told = [str(error) for error in caught.value.errors]
+    assert [line for line in expected if not any(re.match(line, one) for one in told)] == []
+    assert len(told) == len(expected)
+
+
+def test_all_mistakes_of_an_order_are_told_at_once():
+    with pytest.raises(SeveralErrors, match=r"passes\[1\] wanda: .*(\n.*)*passes\[2\] smoothquant: "):
+        Recipe(model="m", passes=[RTN(), Wanda(), SmoothQuant()])
+
+
+def test_all_mistakes_of_a_value_in_python_are_told_at_once(pico_model):
+    with pytest.raises(SeveralErrors) as caught:
+        GPTQ(damping="x", group_sise=3)
+    assert [str(error)[:16] for error in caught.value.errors] == ["gptq damping: in", "gptq group_sise:"]
+    with pytest.raises(SeveralErrors, match="seed: .*(\n.*)*passes: must not be empty"):
+        Recipe(model="m", passes=[], seed="x")
+    with pytest.raises(SeveralErrors, match=r"passes\[0\] gtpq: .*(\n.*)*passes\[1\] rtm: "):
+        compress.apply(pico_model, ["gtpq", "rtm"])
 
 
 def test_apply_checks_the_order_before_the_data(pico_model):

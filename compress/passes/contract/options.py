@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from compress.errors import RecipeError, TargetError, did_you_mean
+from compress.errors import RecipeError, TargetError, UserError, did_you_mean
 from compress.models.structure.select import matches, select
 from compress.numerics.dtypes import DTYPES, dtype_hint
 from compress.passes.contract.discovery import is_class
+from compress.passes.contract.problems import Problems, for_all, mistakes_in, together
 from compress.passes.contract.wording import Place, place_text, unknown_option
 
 PLAIN_WORDS = {
@@ -33,6 +36,13 @@ DENSE = "none"
 """The value of `weights` in an override for layers that the pass skips."""
 
 
+MODEL_SOURCE = object()
+"""The mark of an option that names a model."""
+
+ModelSource = Annotated[str, MODEL_SOURCE]
+"""The type of an option that names a model: a hub id, a folder or a .gguf file, relative to the recipe's folder."""
+
+
 class OptionError(RecipeError, ValueError):
     """A mistake in the options of a pass or of another part of a recipe.
 
@@ -50,7 +60,10 @@ class OptionError(RecipeError, ValueError):
 
 
 class Options(BaseModel):
-    """A frozen part of a recipe. Its constructor raises OptionError in one line, the error that YAML gives too."""
+    """A frozen part of a recipe. Its constructor raises OptionError in one line, the error that YAML gives too.
+
+    Several mistakes are raised together, as SeveralErrors.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -86,18 +99,50 @@ class Options(BaseModel):
             try:
                 super().__init__(**options)
             except ValidationError as error:
-                raise OptionError(*mistake(error, type(self)), type(self).key()) from None
+                raise option_error(error, type(self), owner=type(self).key()) from None
 
         __init__.__pydantic_base_init__ = True  # pydantic then validates mappings without calling it
 
 
-def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]:
-    """Return the first mistake that pydantic found: its place, and the message in terms of the recipe."""
-    detail = error.errors()[0]
-    place: Place = tuple(detail["loc"])
-    inner = detail.get("ctx", {}).get("error")
-    if isinstance(inner, OptionError):
-        return (*place, *inner.place), inner.message
+def option_error(error: ValidationError, model: type[BaseModel], place: Place = (), owner: str = "") -> UserError:
+    """Return the mistakes that pydantic found as OptionError, or as SeveralErrors.
+
+    Args:
+        model: class of the options.
+        place: place of the options in those of the owner.
+        owner: part of the recipe that has the options.
+    """
+    return together([OptionError((*place, *inner), message, owner) for inner, message in mistakes(error, model)])
+
+
+def mistakes(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[Place, str]]:
+    """Yield the mistakes that pydantic found: their places, and the messages in terms of the recipe.
+
+    Of a value that is none of several alternatives, only the mistake of the first alternative is one.
+    """
+    unions: set[Place] = set()
+    places = [detail["loc"] for detail in error.errors()]
+    for detail in error.errors():
+        if detail["type"] == "too_short" and any(detail["loc"] == place[:-1] for place in places):
+            continue  # without the wrong items
+        union = _union_in(model, detail["loc"])
+        if union is not None:
+            if union in unions:
+                continue
+            unions.add(union)
+            detail["loc"] = union
+        inner = detail.get("ctx", {}).get("error")
+        if isinstance(inner, UserError):
+            for option in mistakes_in(inner):
+                assert isinstance(option, OptionError)
+                yield (*detail["loc"], *option.place), option.message
+        else:
+            yield _in_words(detail, model)
+
+
+def _in_words(detail: ErrorDetails, model: type[BaseModel]) -> tuple[Place, str]:
+    """Return the place and the message of one mistake."""
+    place: Place = detail["loc"]
     if detail["type"] == "extra_forbidden":
         owner = _owner(model, place[:-1])
         names = [field.alias or name for name, field in owner.model_fields.items()]
@@ -123,6 +168,19 @@ def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]
             if is_class(kind) and issubclass(kind, BaseModel):
                 model = kind
     return model
+
+
+def _union_in(model: type[BaseModel], place: Place) -> Place | None:
+    """Return the place of the field with several alternatives that contains a place, or None."""
+    for depth, part in enumerate(place):
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return None
+        alternatives = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+        if get_origin(field.annotation) in (Union, UnionType) and len(alternatives) > 1:
+            return place[: depth + 1]
+        model = next((k for k in (field.annotation, *alternatives) if is_class(k) and issubclass(k, BaseModel)), model)
+    return None
 
 
 def patterns(value: Any) -> Any:
@@ -201,7 +259,7 @@ def read_overrides(
         items = [((*location, i), {}, options) for i, options in enumerate(spelled)]
     else:
         raise OptionError(location, "must be a list such as [{targets: '*.down_proj', weights: int8}]")
-    return tuple(_override(kind, base, place, start, options) for place, start, options in items)
+    return tuple(for_all(lambda item: _override(kind, base, *item), items))
 
 
 def _override(
@@ -215,11 +273,12 @@ def _override(
     names = set(kind.model_fields) - of_the_whole
     reserved = ("blocks",) if start else ("blocks", "targets")
     changed = {name: value for name, value in options.items() if name not in reserved}
-    for name in changed:
-        if name not in names:
-            explanation = f"applies to the whole pass and cannot be overridden{did_you_mean(name, names)}"
-            message = explanation if name in of_the_whole else unknown_option(name, names, changed[name])
-            raise OptionError((*place, name), message)
+    problems = Problems()
+    for name in [name for name in changed if name not in names]:
+        explanation = f"applies to the whole pass and cannot be overridden{did_you_mean(name, names)}"
+        message = explanation if name in of_the_whole else unknown_option(name, names, changed[name])
+        problems.add(OptionError((*place, name), message))
+    problems.check()
     if not changed:
         raise OptionError(place, "changes nothing; add an option, or weights: none to skip the layers")
     if changed.get("weights") == DENSE and len(changed) > 1:
@@ -235,8 +294,7 @@ def _override(
             changed = {name: validated[name] for name in changed}
         return Override.model_validate({**start, **{k: v for k, v in options.items() if k in reserved}, **changed})
     except ValidationError as error:
-        inner, message = mistake(error, kind)
-        raise OptionError((*place, *inner), message) from error
+        raise option_error(error, kind, place) from error
 
 
 def resolve_overrides(overrides: Sequence[Override], names: Sequence[str], label: str) -> dict[str, Override]:

@@ -22,7 +22,7 @@ from compress.numerics.sparse.allocation import ScoreHistogram, below_threshold,
 from compress.numerics.sparse.masks import Pattern
 from compress.passes.contract.layers import Layer, Solution, Surveyed
 from compress.passes.contract.observers import InputNorm, Nothing, Observer
-from compress.passes.contract.options import OptionError, mistake
+from compress.passes.contract.options import OptionError, option_error
 from compress.passes.contract.passes import Survey
 
 POINTS = 7  # number of sparsities at which a layer's error is measured
@@ -133,8 +133,7 @@ def read_allocation(value: Any) -> Allocation:
     try:
         return ALLOCATIONS[key].model_validate({} if options is None else options)
     except ValidationError as error:
-        place, message = mistake(error, ALLOCATIONS[key])
-        raise OptionError((key, *place), message) from error
+        raise option_error(error, ALLOCATIONS[key], (key,)) from error
 
 
 class _Threshold(Survey):

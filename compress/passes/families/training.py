@@ -24,6 +24,7 @@ from compress.numerics.metrics import DivergenceName
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Effects, Requirements
 from compress.passes.contract.observers import Nothing, Observer
+from compress.passes.contract.options import ModelSource
 from compress.passes.contract.passes import ModelPass, works_on
 from compress.passes.families.allocation import Uniform
 from compress.passes.families.pruning import Pruning
@@ -59,7 +60,7 @@ class TrainingPass(TrainingOptions, ModelPass):
         default="forward_kl",
         description="divergence of the student from the teacher: forward_kl, reverse_kl, js, or tv",
     )
-    teacher: str | None = Field(
+    teacher: ModelSource | None = Field(
         default=None,
         description="hub id, folder or .gguf file of a teacher with the same tokenizer; null: the uncompressed model",
     )

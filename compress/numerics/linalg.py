@@ -151,7 +151,8 @@ def inverse_of_upper_(matrix: Float[Tensor, "n n"]) -> None:
     size = matrix.shape[0]
     if size <= (GPU_SMALL if matrix.device.type == "cuda" else SMALL):
         eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-        matrix.copy_(torch.linalg.solve_triangular(matrix, eye, upper=True))
+        by_column = matrix.T.contiguous().T  # the layout of LAPACK: the bits do not depend on that of the matrix
+        matrix.copy_(torch.linalg.solve_triangular(by_column, eye, upper=True))
         return
     half = size // 2
     # inv([[A, B], [0, D]]) = [[inv(A), -inv(A) B inv(D)], [0, inv(D)]]

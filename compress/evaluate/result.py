@@ -17,6 +17,7 @@ from typing_extensions import Self
 import compress.evaluate as evaluators  # discovers its evaluators by importing this folder, so they are read later
 from compress.data.ids import TextUse
 from compress.data.overlap import CalibrationSketch
+from compress.data.text_source import PYTHON
 from compress.evaluate.agreement import TextAgreement
 from compress.evaluate.base import Record
 from compress.evaluate.perplexity import TextQuality
@@ -222,6 +223,12 @@ class Reproduction(Record):
     python: str
     platform: str
     packages: dict[str, str | None]
+
+    @property
+    def given_data(self) -> list[TextUse]:
+        """The calibration data that a program passed to the run, which the recipe does not hold."""
+        is_given = self.recipe.get("calibration", {}).get("source") == PYTHON
+        return [use for use in self.texts if is_given and use.part == "calibration"]
 
 
 class RunResult(Measurements):

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
-from compress.data.text_source import PYTHON
 from compress.evaluate.result import RunResult
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
@@ -106,11 +105,10 @@ def card(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, 
 
 def _again(report: RunResult) -> str:
     """What has to be called."""
-    if report.reproduce.recipe["calibration"]["source"] != PYTHON:
+    uses = report.reproduce.given_data
+    if not uses:
         return "`compress run recipe.yaml`"
-    data = "; ".join(
-        f"{use.text}, sha256 `{use.sha256}`" for use in report.reproduce.texts if use.part == "calibration"
-    )
+    data = "; ".join(f"{use.text}, sha256 `{use.sha256}`" for use in uses)
     return (
         f"The recipe does not hold the calibration data ({data}). With the same data, "
         '`compress.run("recipe.yaml", calibration=DATA)`'

@@ -435,7 +435,7 @@ def unshrunk(steps: list[dict]) -> list[dict]:
 
 
 def earlier(steps: list[dict]) -> list[dict]:
-    """The passes with the defaults that they had when docs/measured.md got its rows of this name."""
+    """The passes with the defaults that they had when docs/results-all.md got its rows of this name."""
     found = []
     for step in steps:
         ((key, given),) = step.items()

@@ -297,8 +297,19 @@ def test_the_python_reference_has_every_public_name():
     "page", [*PAGES, *(ROOT / "eval").glob("*.md"), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
 )
 def test_every_local_link_leads_somewhere(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8"))
+    missing = []
+    for name, anchor in links:
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{name}#{anchor}")
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def test_every_recipe_and_preset_that_the_table_of_goals_names_is_there():

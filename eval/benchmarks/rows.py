@@ -1,4 +1,4 @@
-"""The rows of the tables in README and eval/LOG.md: many passes and grids, each as a recipe for quality.py.
+"""The rows of the tables of docs/results-all.md and eval/LOG.md: many passes and grids, each as a recipe for quality.py.
 
     python eval/benchmarks/rows.py [ROW...] --model PATH --test IDS.npy --calibration IDS.npy [--also TEXT] [--threads 1]
 

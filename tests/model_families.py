@@ -194,7 +194,7 @@ RECORDED = {"whisper"}
 """The same, with an encoder of recordings: of 8 bins and 24 frames each."""
 
 STRUCTURES = {
-    "llama": "RMSNorm, grouped-query attention, gated feed-forward, head of its own",
+    "llama": "RMSNorm, grouped-query attention, gated feed-forward, untied head",
     "gpt2": "LayerNorm with biases, transposed linears, fused q/k/v, learned positions, tied head",
     "opt": "LayerNorm with biases, ReLU, learned positions with an offset, tied head",
     "gpt-neox-parallel": "attention and feed-forward in parallel, each with a norm, fused q/k/v by heads",

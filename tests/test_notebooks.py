@@ -133,9 +133,9 @@ def test_a_model_is_pruned_distilled_and_quantized(execute, tmp_path):
 @pytest.mark.slow
 def test_a_pass_is_written(execute):
     names, shown = execute(4)
-    assert "the layers are already quantized by passes[0] rtn; put clip before it" in shown
-    assert names["Clip"]().sigmas == 3.0 and "did you mean 'sigmas'" in shown and "up_porj" in shown
-    assert "['Clip', 'RTN'] keeps the contract" in shown
+    assert "the layers are already quantized by passes[0] rtn; put clipsearch before it" in shown
+    assert names["ClipSearch"]().steps == 10 and "did you mean 'steps'" in shown and "up_porj" in shown
+    assert "['ClipSearch', 'RTN'] keeps the contract" in shown
 
 
 def test_the_executor_stores_what_jupyter_would(execute):

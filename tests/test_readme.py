@@ -24,9 +24,12 @@ from compress.recipe.shipped import shipped
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"
 FRONT = ROOT / "README.md"
-PAGES = [FRONT, *sorted((ROOT / "docs").glob("*.md"))]
-README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-LONGEST = 250
+DOCS = ROOT / "docs"
+RUN_AS_A_WHOLE = ("tutorials", "guides")
+"""Folders of pages that tests/test_guides.py runs from their first line to their last."""
+PAGES = [FRONT, *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "passes")]
+ALONE = [page for page in PAGES if page.parent.name not in RUN_AS_A_WHOLE]
+LONGEST = 120
 """Lines of the README; the rest belongs to docs/."""
 
 SMALLER = {
@@ -42,23 +45,23 @@ SPEECH = "openai/whisper-small"
 VISION = "llava-hf/llava-1.5-7b-hf"
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text: str, language: str, title: str = "(?: title=[^\n]*)?") -> list[str]:
     """The fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}{title}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def commands(text: str) -> list[str]:
-    """Every line of an indented or fenced shell block, without its comment."""
+def commands(text: str, indented: bool) -> list[str]:
+    """Every line of a fenced shell block, and of an indented one, without its comment."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    lines = re.findall(r"^    (\S.*)$", plain, re.MULTILINE)
+    lines = re.findall(r"^    (\S.*)$", plain, re.MULTILINE) if indented else []
     lines += [
         line
         for kind in ("sh", "bash", "shell", "console")
         for block in blocks(text, kind)
         for line in block.splitlines()
     ]
-    found = [re.sub(r"(^|\s)#.*$", "", line).strip().removeprefix("$ ") for line in lines]
-    return [line for line in found if line]
+    stripped = [re.sub(r"(^|\s)#.*$", "", line).strip().removeprefix("$ ") for line in lines]
+    return [line for line in stripped if line]
 
 
 def smaller(text: str) -> str:
@@ -67,14 +70,27 @@ def smaller(text: str) -> str:
     return text
 
 
-YAML, PYTHON, SHELL = blocks(README, "yaml"), blocks(README, "python"), commands(README)
+def text_of(pages: list[Path]) -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
+def joined(text: str) -> str:
+    """The text with each command in one line."""
+    return text.replace("\\\n", " ")
+
+
+YAML, PYTHON = blocks(text_of(ALONE), "yaml"), blocks(text_of(ALONE), "python")
+RECIPES = blocks(text_of(PAGES), "yaml")
+SHELL = commands(text_of([FRONT]), indented=True)
+SHELL += list(dict.fromkeys(commands(joined(text_of(PAGES[1:])), indented=False)))
 
 
 def test_there_is_something_to_run():
     assert YAML and PYTHON and SHELL
-    fences = re.findall(r"^```(\w*)$", README, re.MULTILINE)
-    assert set(fences) <= {"", "yaml", "python", "sh", "bash", "shell", "console", "text", "json"}
-    assert fences.count("") == len(fences) / 2, "every block names its language"
+    for page in PAGES:
+        fences = re.findall(r"^```(\w*)(?: title=.*)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(fences) <= {"", "yaml", "python", "sh", "bash", "shell", "console", "text", "json"}
+        assert fences.count("") == len(fences) / 2, f"{page.name}: every block names its language"
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +112,22 @@ def vision(tmp_path_factory):
     return {VISION: model, "pictures.jsonl": listed, "test.jsonl": listed, "group_size: 64": "group_size: 16"}
 
 
-@pytest.mark.parametrize("number", range(len(YAML)))
-def test_every_recipe_is_valid_and_can_be_planned(number, speech, vision):
-    written = Recipe.from_text(YAML[number], "README.md")
-    text = smaller(YAML[number])
+@pytest.mark.parametrize("number", range(len(RECIPES)))
+def test_every_recipe_is_valid(number, tmp_path, monkeypatch):
+    """Files that a guide writes first are tests/test_guides.py's."""
+    text = RECIPES[number]
+    if "plugins:" not in text and "sensitivity:" not in text:
+        written = Recipe.from_text(text, "docs")
+        assert Recipe.from_text(written.to_yaml()) == written
+
+
+@pytest.mark.parametrize("text", [text for text in RECIPES if text in YAML or SPEECH in text or VISION in text])
+def test_every_recipe_can_be_planned(text, speech, vision):
+    text = smaller(text)
     replaced = speech if SPEECH in text else vision if VISION in text else {}
     for name, read in replaced.items():
         text = text.replace(name, read)
     planned = compress.plan(Recipe.from_text(text))
-    assert Recipe.from_text(written.to_yaml()) == written
     assert planned.checkpoint_bytes < planned.dense_bytes
 
 
@@ -119,15 +142,11 @@ def test_every_python_block_runs(number, tmp_path, monkeypatch):
 
 def test_the_python_of_the_readme_is_its_recipe():
     """'The same in Python' is the same value."""
-    made: list[Recipe] = []
-    for block in PYTHON:
-        if "compress.Recipe(" in block:
-            before_the_run = block.split("compress.run(")[0].rpartition("\n")[0]
-            names: dict = {}
-            exec(before_the_run, names)
-            made.append(names["recipe"])
-    read = [Recipe.from_text(text).model_copy(update={"eval": compress.Evaluate()}) for text in YAML]
-    assert made and all(recipe.model_copy(update={"eval": compress.Evaluate()}) in read for recipe in made)
+    text = FRONT.read_text(encoding="utf-8")
+    [spelled], [block] = blocks(text, "yaml"), blocks(text, "python")
+    names: dict = {}
+    exec(block.split("compress.run(")[0].rpartition("\n")[0], names)
+    assert names["recipe"] == Recipe.from_text(spelled).model_copy(update={"eval": compress.Evaluate()})
 
 
 @pytest.mark.parametrize("line", SHELL)
@@ -169,7 +188,7 @@ def installed(arguments: list[str]) -> None:
 def scripted(arguments: list[str]) -> None:
     """A script of the repository that knows every option; or a module, -m, that is here."""
     if arguments[0] == "-m":
-        assert arguments[1] == "compress" or (ROOT / (arguments[1].replace(".", "/") + ".py")).exists()
+        assert arguments[1].startswith(("compress", "onnxruntime_genai")) or (ROOT / arguments[1]).exists()
         return parsed(arguments[2:]) if arguments[1] == "compress" else None
     assert (ROOT / arguments[0]).is_file()
     shown = subprocess.run(
@@ -203,7 +222,12 @@ CHECKS = {
     "git": cloned,
     "cd": lambda arguments: None,
     "cat": shown,
-    "llama-cli": lambda arguments: None,  # of llama.cpp
+    "compress-llm": parsed,
+    "source": lambda arguments: None,
+    **dict.fromkeys(
+        ("curl", "echo", "llama-cli", "llama-server", "mlx_lm.convert", "mlx_lm.server", "ollama", "vllm"),
+        lambda arguments: None,  # servers, in blocks that say that they are not run
+    ),
 }
 
 
@@ -230,7 +254,7 @@ def test_the_first_four_commands_lead_to_a_card(tmp_path, monkeypatch):
         ("pip install .[magic]", AssertionError),
         ("python eval/benchmarks/none.py", AssertionError),
         ("python eval/benchmarks/quality.py x --fast", AssertionError),
-        ("curl https://example.org", AssertionError),
+        ("wget https://example.org", AssertionError),
     ],
 )
 def test_a_wrong_command_would_be_found(line, error):
@@ -238,33 +262,59 @@ def test_a_wrong_command_would_be_found(line, error):
         test_every_command_is_one_that_exists(line)
 
 
-def test_the_readme_is_short_and_leads_to_every_page():
-    text = FRONT.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST
-    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+def test_the_readme_is_short():
+    assert len(FRONT.read_text(encoding="utf-8").splitlines()) <= LONGEST
 
 
-def test_the_readme_lists_every_pass_and_every_format():
-    rows = re.findall(r"^\| `([a-z0-9_-]+)` \|", FRONT.read_text(encoding="utf-8"), re.MULTILINE)
-    assert [key for key in [*compress.PASSES, *FORMATS] if key not in rows] == []
+def test_the_site_leads_to_every_page():
+    """mkdocs.yml lists every page; those of passes are linked from their table."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"([\w/-]+\.md)$", text.partition("\nnav:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES if page != FRONT)
 
 
-def test_the_readme_has_the_paper_and_the_page_of_every_pass():
-    listed = FRONT.read_text(encoding="utf-8").partition("\n## Passes")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` (.*)$", listed, re.MULTILINE))
-    missing = {key: step.paper for key, step in compress.PASSES.items() if f"]({step.paper})" not in rows[key]}
-    assert missing == {} and all(f"(docs/passes/{key}.md)" in rows[key] for key in compress.PASSES)
+def test_the_reference_lists_every_pass_with_its_paper_and_every_format():
+    passes = (DOCS / "passes.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| \[`(\w+)`\](.*)$", passes, re.MULTILINE))
+    assert rows.keys() == compress.PASSES.keys()
+    assert [key for key, step in compress.PASSES.items() if f"]({step.paper})" not in rows[key]] == []
+    assert all(f"(passes/{key}.md)" in rows[key] for key in compress.PASSES)
+    formats = (DOCS / "reference" / "formats.md").read_text(encoding="utf-8")
+    assert FORMATS.keys() == set(re.findall(r"^\| `([a-z-]+)` \|", formats.partition("\n## ")[0], re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_reference_has_every_public_name():
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    missing = [
+        name
+        for name in compress.__all__
+        if not re.search(rf"(::: [\w.]+\.{name}$|^## {name}$|`compress\.{name}`)", text, re.MULTILINE)
+    ]
+    assert missing == ["PASSES", "__version__"], "values, not functions and classes"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / "eval").glob("*.md"), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
 def test_every_local_link_leads_somewhere(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8"))
+    missing = []
+    for name, anchor in links:
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{name}#{anchor}")
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def test_every_recipe_and_preset_that_the_table_of_goals_names_is_there():
     goals = FRONT.read_text(encoding="utf-8").partition("## Which recipe for which goal")[2].partition("\n## ")[0]
     names = re.findall(r"`([a-z][\w.-]+)`", goals)
-    assert len(names) > 15 and [name for name in names if name not in {*shipped(), *compress.PASSES}] == []
+    assert len(names) > 12 and [name for name in names if name not in {*shipped(), *compress.PASSES}] == []
     schemes = re.findall(r"`(?:--scheme )?([A-Z][\w-]+)`", goals)
     assert schemes and [name for name in schemes if name not in presets()] == []

@@ -1,4 +1,4 @@
-"""Measured rows as data: the tables of docs/measured.md, and the rows that the page of each pass shows.
+"""Measured rows as data: the tables of docs/results-all.md, and the rows that the page of each pass shows.
 
 The file `measured.yaml` holds the figures; this module imports nothing slow.
 """

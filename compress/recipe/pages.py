@@ -147,7 +147,7 @@ def markdown(page: PassPage, recipe: str) -> str:
     if page.measured:
         lines.append(f"{measured().protocol}. Perplexity; uncompressed: {measured().uncompressed}.")
     else:
-        lines.append("No row of [the tables](../measured.md) contains this pass.")
+        lines.append("No row of [the tables](../results-all.md) contains this pass.")
     for table, rows in page.measured:
         lines += ["", f"{table.text}:", "", *table_lines(rows)]
     return "\n".join(lines) + "\n"

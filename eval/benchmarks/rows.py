@@ -1,4 +1,4 @@
-"""The rows of the tables in README and eval/LOG.md: many passes and grids, each as a recipe for quality.py.
+"""The rows of the tables of docs/results-all.md and eval/LOG.md: many passes and grids, each as a recipe for quality.py.
 
     python eval/benchmarks/rows.py [ROW...] --model PATH --test IDS.npy --calibration IDS.npy [--also TEXT] [--threads 1]
 
@@ -435,7 +435,7 @@ def unshrunk(steps: list[dict]) -> list[dict]:
 
 
 def earlier(steps: list[dict]) -> list[dict]:
-    """The passes with the defaults that they had when docs/measured.md got its rows of this name."""
+    """The passes with the defaults that they had when docs/results-all.md got its rows of this name."""
     found = []
     for step in steps:
         ((key, given),) = step.items()

@@ -175,5 +175,5 @@ def test_the_help_says_what_exit_codes_mean(pico):
     assert all(f"{code} {text}" in shown for code, text in EXIT_CODES.items())
     raised = {getattr(compress.errors, name).exit_code for name in dir(compress.errors) if name.endswith("Error")}
     assert raised | {0, click.UsageError.exit_code, 130} == set(EXIT_CODES)
-    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     assert all(f"| {code} | {meaning} |" in text for code, meaning in EXIT_CODES.items())

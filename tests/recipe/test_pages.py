@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,13 @@ def test_the_committed_pages_are_those_that_make_docs_writes(generator):
     assert {path.stem for path in (ROOT / "docs" / "passes").glob("*.md")} == set(PASSES)
     wrong = [str(path.relative_to(ROOT)) for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
     assert wrong == [], "run make docs"
+
+
+def test_the_committed_figures_show_the_current_rows(generator):
+    """Their bytes depend on matplotlib; their points do not."""
+    points = lambda svg: re.findall(r"<title>(.*?)</title>", svg)  # noqa: E731
+    for path, text in generator.figures().items():
+        assert points(path.read_text(encoding="utf-8")) == points(text) and len(points(text)) > 5, "run make docs"
 
 
 def test_a_mark_without_a_part_is_an_error_and_others_keep_the_text(generator):

@@ -21,7 +21,6 @@ from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass
-from compress.passes.contract.problems import Problems
 from compress.pipeline.resolve import schemes_of
 from compress.recipe.paths import located
 from compress.recipe.schema import Recipe
@@ -74,9 +73,7 @@ def original_of(source: str) -> str:
             recipe = plain_values(read_file(folder / RECIPE)) if written else None
         except (RecipeError, yaml.YAMLError):  # no recipe of a run
             break
-        problems = Problems()
-        model = located({"model": recipe.get("model")}, folder, problems)["model"] if isinstance(recipe, dict) else None
-        problems.check()
+        model = located({"model": recipe.get("model")}, folder)["model"] if isinstance(recipe, dict) else None
         source = model if isinstance(model, str) else source
     return source
 

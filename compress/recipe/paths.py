@@ -119,16 +119,17 @@ def _passes_of(data: Any, folder: Path) -> Callable[[str], type[Pass] | None]:
     return lambda key: problems.attempt(find, str(key), plugins)
 
 
-def located(data: Any, folder: Path, problems: Problems, replaced: Collection[Place] = ()) -> Any:
+def located(data: Any, folder: Path, problems: Problems | None = None, replaced: Collection[Place] = ()) -> Any:
     """Return the plain values of a recipe file with absolute paths.
 
     Args:
         data: values of the file.
         folder: folder of the file.
-        problems: receives an error for each path that exists in the current folder, and not in that of the recipe.
+        problems: receives an error for each path that exists in the current folder, and not in that of the recipe;
+            None: the errors are raised.
         replaced: places whose values will be replaced, which are not read.
     """
-    root = Path(abspath(folder))
+    root, collected = Path(abspath(folder)), Problems() if problems is None else problems
 
     def absolute(value: str, place: Place) -> str:
         path = expanduser(value)
@@ -136,14 +137,17 @@ def located(data: Any, folder: Path, problems: Problems, replaced: Collection[Pl
             return value
         if not (root / path).exists() and Path(path).exists():
             reason = f"{value} is not in the folder of the recipe, to which its paths are relative"
-            problems.add(recipe_error(place, f"{reason}; write {os.path.relpath(path, root)}"))
+            collected.add(recipe_error(place, f"{reason}; write {os.path.relpath(path, root)}"))
         return os.path.normpath(root / path)
 
     def check(value: str, place: Place) -> str:
         return absolute(value, place) if Path() != root and not (root / expanduser(value)).exists() else value
 
     with_paths(data, check)  # names of models and data sets that are paths in the current folder alone
-    return with_paths(data, absolute, root)
+    changed = with_paths(data, absolute, root)
+    if problems is None:
+        collected.check()
+    return changed
 
 
 def stored(data: Any, folder: Path, public: bool = False) -> Any:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import PASSES, Recipe, passes
-from compress.errors import CalibrationError, RecipeError, TargetError
+from compress.errors import CalibrationError, RecipeError, SeveralErrors, TargetError
 from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.layers import Solution
@@ -225,7 +225,8 @@ def test_the_order_that_it_declares_is_checked_before_any_work(key):
             s for other in PASSES for s in recipe_of(other)[0] if fact in s.effects(ANY_LAYER).facts and not s.after
         )
         with pytest.raises(
-            RecipeError, match=f"put {key} before it|remove one of the two, or give them disjoint targets"
+            (RecipeError, SeveralErrors),
+            match=f"put {key} before it|remove one of the two, or give them disjoint targets",
         ):
             check_order([maker, step])
     if step.after:

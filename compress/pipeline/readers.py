@@ -20,6 +20,8 @@ from compress.pipeline.resolve import ResolvedRecipe
 from compress.recipe.schema import Recipe
 
 OWN = "save: {verify: own} checks it with compress.load alone"
+UNVERIFIED = "save: not verified with transformers: "
+"""The beginning of the note of a plan whose checkpoint transformers cannot verify."""
 
 
 def not_asked(recipe: Recipe, config: PretrainedConfig) -> str | None:
@@ -93,4 +95,4 @@ def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]
 
 def unverified(reason: str) -> str:
     """Return the note of a plan whose checkpoint is verified with compress.load alone."""
-    return f"save: not verified with transformers: {reason}"
+    return f"{UNVERIFIED}{reason}"

@@ -12,6 +12,7 @@ from compress.checkpoint.containers.files import check_output_file, write_text
 from compress.errors import CalibrationError, OutputError, TargetError, UserError
 from compress.passes.contract.problems import mistakes_in
 from compress.pipeline.plan import Plan, plan
+from compress.pipeline.readers import UNVERIFIED
 from compress.recipe.paths import stored
 from compress.recipe.schema import Recipe
 from compress.recipe.shipped import SUFFIXES
@@ -68,12 +69,18 @@ def _spelled(
 
 
 def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = "perplexity") -> Started:
-    """Return the first variant that can be planned. Raises the error of the last one where there is none.
+    """Return the first variant that can be planned, one that transformers can load if there is any.
 
     A model without a language-model head gets agreement in place of perplexity.
+
+    Raises:
+        UserError: of the last variant, if none can be planned.
     """
-    first_error = last_error = None
+    first_reason: UserError | str | None = None
+    last_error, unverified = None, None
     for group, length, changed in _variants(start):
+        if unverified is not None and length != LENGTH:
+            continue  # a shorter text does not change what transformers can load
         text = spell(group, length, measure)
         try:
             planned = plan(Recipe.from_text(text, str(path), folder=path.parent))
@@ -83,10 +90,16 @@ def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = 
                 return _fitted(start, path, spell, "agreement")
             if not all(isinstance(e, TargetError | CalibrationError) for e in errors):
                 raise
-            first_error, last_error = first_error or error, error
+            first_reason, last_error = first_reason or error, error
             continue
-        reason = "" if first_error is None else f"; otherwise: {first_error}"
-        return Started(path, start, text, tuple(f"{option}{reason}" for option in changed), planned)
+        reason = "" if first_reason is None else f"; otherwise: {first_reason}"
+        started = Started(path, start, text, tuple(f"{option}{reason}" for option in changed), planned)
+        note = next((note for note in planned.notes if note.startswith(UNVERIFIED)), None)
+        if note is None:
+            return started
+        first_reason, unverified = first_reason or note, unverified or started
+    if unverified is not None:
+        return unverified
     assert last_error is not None
     raise last_error
 

@@ -193,12 +193,12 @@ def test_4_bit_floats_beside_other_schemes(dtype, skipped, tmp_path):
         compress.RTN(weights="fp8_e4m3", group_size="channel", targets="*.self_attn.*"),
     )
     recipe = chain_in_python().model_copy(update={"passes": passes, "dtype": dtype})
-    if skipped is not None:
-        with pytest.raises(compress.CompressError, match=skipped):
-            compress.run(recipe, tmp_path)
-        return
     verified = compress.run(recipe, tmp_path).report["verified"]
-    assert verified["own"] <= LOGITS and verified["transformers"] <= LOGITS
+    assert verified["own"] <= LOGITS
+    if skipped is None:
+        assert verified["transformers"] <= LOGITS
+    else:
+        assert verified["transformers"] is None and skipped in verified["skipped"]
 
 
 @pytest.mark.parametrize("step", [compress.RTN(weights="nvfp4"), compress.GPTQ(weights="nvfp4")], ids=lambda s: s.key())

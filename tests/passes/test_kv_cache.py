@@ -192,10 +192,10 @@ def test_families_are_verified_with_transformers(family, stated, recipe, tiny_fo
 
 @pytest.mark.parametrize("step", [KVCache(**FP8), RTN(targets="*.self_attn.*", group_size=16)])
 def test_dense_experts_beside_what_is_quantized_are_not_for_transformers(step, recipe, tiny_folder, tmp_path):
-    with pytest.raises(TargetError, match="does not read dense experts"):
-        compress.plan(recipe(step, model=tiny_folder("qwen3-moe")))
-    asked = recipe(step, model=tiny_folder("qwen3-moe"), save={"verify": "own"})
-    assert compress.run(asked, tmp_path).report["verified"]["own"] <= LOGITS
+    asked = recipe(step, model=tiny_folder("qwen3-moe"))
+    assert any("does not read dense experts" in note for note in compress.plan(asked).notes)
+    verified = compress.run(asked, tmp_path).report["verified"]
+    assert verified["own"] <= LOGITS and "does not read dense experts" in verified["skipped"]
 
 
 def test_the_report_says_what_it_saves_and_what_it_costs(recipe, tmp_path):

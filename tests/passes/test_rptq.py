@@ -6,7 +6,7 @@ from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RPTQ, RTN, Magnitude
-from compress.errors import NumericError, RecipeError, TargetError
+from compress.errors import NumericError, RecipeError, SeveralErrors, TargetError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.transforms.permutation import PermutationScheme
 from compress.passes.contract.journal import Journal
@@ -159,7 +159,7 @@ def test_a_later_pass_that_rounds_inputs_again_is_refused(pico_model, pico_ids):
 def test_it_comes_before_a_pass_that_quantizes_weights(recipe):
     with pytest.raises(RecipeError, match=r"passes\[0\] rptq: it is a preparation, but no later pass makes the model"):
         recipe(RPTQ())
-    with pytest.raises(RecipeError, match=r"the layers are already quantized by passes\[0\] rtn; put rptq before it"):
+    with pytest.raises(SeveralErrors, match=r"the layers are already quantized by passes\[0\] rtn; put rptq before it"):
         recipe(RTN(**INT8), RPTQ(), RTN(**INT8))
 
 

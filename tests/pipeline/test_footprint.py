@@ -27,9 +27,11 @@ SLABS = {128: 128 * 128, 288: 256 * 288 + 32 * 32}
 GRAMS = sum(8 * SLABS[w] + 4 * w * w for w in INPUTS)
 CROSS = sum((8 + 4) * w * w for w in INPUTS)
 SAMPLES = sum(512 * w * 4 for w in INPUTS)
-FACTOR = 18 * 288 * 288  # the factorization of the Hessian of down
-REFINED = 4 * (2 * 288 * 288 + 6 * 128 * 288)
-SOLVER = 4 * 4 * 128 * 288 + max(FACTOR, REFINED)  # and copies of the weight of down
+FACTOR = 10 * 288 * 288  # the factorization of the Hessian of down
+REFINED = 4 * (288 * 288 + 4 * 128 * 288)
+# the factor, a working copy of the weight, ratios and errors of 128 columns, the weight in its order, and its codes
+SWEPT = 4 * 288 * 288 + 4 * 128 * 288 + 4 * 128 * (288 + 2 * 128) + 7 * 128 * 288
+SOLVER = 4 * 4 * 128 * 288 + max(FACTOR, SWEPT, REFINED)  # and copies of the weight of down
 TEXT = Calibration(sequences=8, length=64, batch=4)
 
 

@@ -129,11 +129,14 @@ def ignored(names: Sequence[str], compressed: Collection[str]) -> list[str]:
 
 
 def _pattern_of(name: str) -> str:
-    """Return a pattern of the modules with this name in all blocks, whatever precedes the blocks."""
+    """Return a pattern of the modules with this name in all blocks, whatever precedes the blocks.
+
+    A name outside of blocks stays whole, but for its numbers.
+    """
     parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), -1)
-    inside = [r"\d+" if part.isdecimal() else re.escape(part) if part else ".*" for part in parts[number + 1 :]]
-    return r".*\." + r"\.".join(inside) + "$"
+    inside_from = next((i + 1 for i, part in enumerate(parts[:-1]) if part.isdecimal()), 0)
+    inside = [r"\d+" if part.isdecimal() else re.escape(part) if part else ".*" for part in parts[inside_from:]]
+    return (r".*\." if inside_from else "") + r"\.".join(inside) + "$"
 
 
 def _block(value: Any) -> list[int]:

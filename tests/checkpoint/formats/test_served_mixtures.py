@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 from compress import RTN
+from compress.checkpoint.formats.config_groups import ignored
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss", "llama4", "qwen3-next", "jamba"]
@@ -132,3 +133,14 @@ def test_the_gate_of_a_shared_expert_stays_dense(tiny, family, tmp_path):
     compress.apply(model, [RTN(weights="int8", group_size="channel")])
     compress.save(model, tmp_path, "native")
     assert torch.equal(stored_in(tmp_path)[f"{gate}.weight"], before)
+
+
+def test_patterns_of_ignored_modules_match_these_modules_alone():
+    outside = ["model.visual.merger.mlp.0", "model.visual.merger.mlp.2", "lm_head"]
+    inside = [f"model.layers.{i}.mlp.gate" for i in range(3)] + ["model.layers.1.mlp.experts."]
+    entries = ignored([*outside, *inside], {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts_up"})
+    assert r"re:.*\.mlp\.gate$" in entries and "lm_head" in entries and len(entries) == 4
+    named = [*outside, *inside[:3], "model.layers.1.mlp.experts.7.up_proj"]
+    others = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts_up", "other.visual.merger.mlp.0.gate"]
+    assert [is_named(name, entries) for name in (*named, *others)] == [True] * len(named) + [False] * len(others)
+    assert ignored(["a.0.mlp.up", "a.1.mlp.up"], {"a.2.mlp.up"}) == ["a.0.mlp.up", "a.1.mlp.up"]

@@ -33,8 +33,8 @@ inline Rounding rounding_of(Random &random, int64_t rows, int64_t columns) {
     const int bits = 2 + random.below(7);
     r.c = {r.state.data(), r.matrix.data(), r.scale.data(), random.chance(0.5) ? r.zero.data() : nullptr,
            random.chance(0.5) ? r.keep.data() : nullptr, descent ? r.old.data() : nullptr, descent ? r.pivots.data() : nullptr,
-           r.codes.data(), r.values.data(), r.moves.data(), r.wanted.data(), rows, columns, scales == rows && columns > 1 ? 0 : rows,
-           stride, -static_cast<float>(1 << (bits - 1)), static_cast<float>((1 << (bits - 1)) - 1), 1};
+           r.codes.data(), r.values.data(), r.moves.data(), r.wanted.data(), nullptr, rows, columns, scales == rows && columns > 1 ? 0 : rows,
+           stride, 0, -static_cast<float>(1 << (bits - 1)), static_cast<float>((1 << (bits - 1)) - 1), 1};
     if (scales == rows) r.c.scale_stride = 0;
     return r;
 }
@@ -100,8 +100,8 @@ inline void check_groups(Library &library, Random &random, int64_t rows, int64_t
             Output found[3] = {Output(COMPRESS_F32, rows * groups), Output(COMPRESS_F32, rows * groups), Output(COMPRESS_F32, rows * groups)};
             float *data[3];
             for (int i = 0; i < 3; ++i) data[i] = i && !summed ? nullptr : static_cast<float *>(found[i].data());
-            const compress_groups g = {weights.data(), scale.data(), zeros ? zero.data() : nullptr, importance.data(), data[0], data[1], data[2],
-                                       rows, groups, size, -8.0f, 7.0f, threads};
+            const compress_groups g = {weights.data(), scale.data(), zeros ? zero.data() : nullptr, importance.data(), data[0], data[1], data[2], nullptr,
+                                       rows, groups, size, 0, -8.0f, 7.0f, threads};
             char what[100];
             std::snprintf(what, sizeof what, "sums of %lld x %lld groups of %lld, threads %d", (long long)rows, (long long)groups, (long long)size, threads);
             if (library.sum_groups(&g)) library.failures.add("%s: %s: refused", set.c_str(), what);

@@ -1,4 +1,4 @@
-"""Render chat templates with limits of time, memory and length, in a process of its own.
+"""Render chat templates with limits of time, memory and length, in a separate process.
 
 A chat template is a Jinja program of the model's publisher. The sandbox of transformers keeps it from files and from
 the objects of Python, but not from endless loops and texts. Neither can be stopped inside of this process.
@@ -132,7 +132,7 @@ def _renderer(process: int) -> _Renderer:
 
 def serve() -> None:
     """Answer each line of standard input, a call of `render_jinja_template`, with a line: its text or an error."""
-    from transformers.utils.chat_template_utils import render_jinja_template  # this runs in a process of its own
+    from transformers.utils.chat_template_utils import render_jinja_template  # this runs in the separate process
 
     output, sys.stdout = sys.stdout, sys.stderr
     _write_line(output, "ready")

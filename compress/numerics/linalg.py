@@ -133,9 +133,9 @@ def _anti_transpose_(matrix: Float[Tensor, "n n"]) -> None:
         stop = min(start + SMALL, size)
         middle = matrix[start:stop, size - stop : size - start]
         middle.copy_(middle.flip(0, 1).T)
-        left, below = matrix[start:stop, : size - stop], matrix[stop:, size - stop : size - start]
-        mirrored = left.flip(0, 1).T
-        left.copy_(below.flip(0, 1).T)
+        above, below = matrix[start:stop, : size - stop], matrix[stop:, size - stop : size - start]
+        mirrored = above.flip(0, 1).T
+        above.copy_(below.flip(0, 1).T)
         below.copy_(mirrored)
 
 

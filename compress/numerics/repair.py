@@ -80,26 +80,26 @@ def repaired_in_mask(
         raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
     if not bool(diagonal.any()):  # no input reached the layer
         return start
-    added = damping * diagonal[diagonal > 0].mean()
+    ridge = damping * diagonal[diagonal > 0].mean()
     blocks = diagonal.argsort(descending=True, stable=True).split(BLOCK)
     # [in, out]: a column is contiguous
     difference, keep = (weight - start).T.contiguous(), mask.T.contiguous()
     first_energies: list[Tensor] = []
     for turn in range(rounds):
-        objective = gain = 0.0
+        objective = gain = diagonal.new_zeros((), dtype=torch.float64)
         for i, columns in enumerate(blocks):
             rows = gram[columns]
-            rows[torch.arange(len(columns)), columns] += added
+            rows[torch.arange(len(columns)), columns] += ridge
             slope, matrix = rows @ difference, rows[:, columns]
-            objective += float((slope * difference[columns]).sum())
+            objective = objective + (slope * difference[columns]).sum()
             residual = slope * keep[columns]
             energy = (residual.square() / matrix.diagonal()[:, None]).sum(0)
             if not turn:
                 first_energies.append(energy)
             change = _solved_in_mask(matrix, residual, keep[columns], energy, CONVERGED * first_energies[i])
             difference[columns] -= change
-            gain += float((change * (slope + residual)).sum())  # x (2 g - G x)^T
-        if gain < least_gain * objective:
+            gain = gain + (change * (slope + residual)).sum()  # x (2 g - G x)^T
+        if least_gain and bool(gain < least_gain * objective):
             break
     return weight - difference.T
 

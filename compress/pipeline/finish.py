@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.containers.files import write_text
-from compress.checkpoint.formats.readers import misreadings, programs_run
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import pooling_in
 from compress.checkpoint.sources.hub import at_commit
@@ -143,7 +142,8 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     result = Result(folder, report.to_json(), run.journal)
     error = measured.error or quality_error(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
     source, schemes = at_commit(recipe.model, opened.commit), manifest.schemes_of(opened).values()
-    claims = programs_run(recipe.save.format, schemes), misreadings(recipe.save.format, schemes)
+    format_ = recipe.save.target()
+    claims = format_.programs_run(schemes), format_.misreadings(schemes)
     facts = CardFacts.of(job.resolved.steps, opened.model, *claims)
     try:
         write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from the first start's

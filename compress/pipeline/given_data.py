@@ -98,8 +98,8 @@ def _given(data: Any) -> GivenData:
     """Return data as rows of texts, or as token ids of one length."""
     if isinstance(data, Examples) or (isinstance(data, Mapping) and IDS not in data):
         raise CalibrationError("calibration: a run reads texts or token ids; give those, or the name of a file")
-    whole = [data] if isinstance(data, Mapping) else data
-    kind, items = _items_of(_integers(whole) if isinstance(whole, Tensor) else whole)
+    batches = [data] if isinstance(data, Mapping) else data
+    kind, items = _items_of(_integers(batches) if isinstance(batches, Tensor) else batches)
     if kind == "texts":
         rows = [{"text": item} if isinstance(item, str) else dict(item) for item in items]
         digest = hashlib.sha256("\n".join(json.dumps(row, sort_keys=True, default=str) for row in rows).encode())

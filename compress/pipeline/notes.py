@@ -8,7 +8,6 @@ from math import prod
 import torch
 
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.formats.readers import misreadings
 from compress.layers.linear import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
@@ -29,20 +28,22 @@ def undeclared_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     parts = sorted({kind_of(name) for name in opened.undeclared})
     more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
     if format_.file is not None:
-        what = f"left out, because format {format_.name} has no names for them"
+        treatment = f"left out, because format {format_.name} has no names for them"
     elif resolved.form is not opened:
-        what = "left out, because a pass changes the shape of the model"
+        treatment = "left out, because a pass changes the shape of the model"
     else:
-        what = f"copied unchanged ({opened.undeclared_bytes / MB:.3g} MB)"
+        treatment = f"copied unchanged ({opened.undeclared_bytes / MB:.3g} MB)"
     names = f"{', '.join(parts[:SHOWN])}{more}"
-    return [f"{len(opened.undeclared)} tensors that {type(opened.model).__name__} has no parts for are {what}: {names}"]
+    return [
+        f"{len(opened.undeclared)} tensors that {type(opened.model).__name__} has no parts for are {treatment}: {names}"
+    ]
 
 
 def misread_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     """Return a note that names the programs that refuse the checkpoint, or compute other weights."""
     format_ = resolved.format
     adapted = [format_.adapt(layer.scheme) for layer in facts.values()]
-    texts = misreadings(format_.name, [scheme for scheme in adapted if scheme is not None])
+    texts = format_.misreadings([scheme for scheme in adapted if scheme is not None])
     return [f"save: format {format_.name}: {'; '.join(texts)}"] if texts else []
 
 

@@ -71,7 +71,7 @@ def divided_as_in(inputs: Mapping[str, Any], recipe: Recipe, model: PreTrainedMo
     calibration = recipe.calibration
     names = set(TextSource.model_fields) - {"divided"}
     earlier = [recorded] if calibration.mixture is None else recorded.get("mixture") or []
-    whole: set[tuple[str, ...] | None] = set()
+    undivided: set[tuple[str, ...] | None] = set()
 
     def as_recorded(text: Text) -> Text:
         values = text.model_dump(mode="json")
@@ -79,7 +79,7 @@ def divided_as_in(inputs: Mapping[str, Any], recipe: Recipe, model: PreTrainedMo
         if text.divided is not None or not same or isinstance(text, GivenText):  # other data look alike in a record
             return text
         if not same[0]["divided"]:
-            whole.add(origin(text, "calibration"))
+            undivided.add(origin(text, "calibration"))
         return text.model_copy(update={"divided": same[0]["divided"]})
 
     if calibration.mixture is None:
@@ -90,7 +90,7 @@ def divided_as_in(inputs: Mapping[str, Any], recipe: Recipe, model: PreTrainedMo
     if settings is not None:
         key = "agreement" if is_headless(model) else "perplexity"
         texts = [as_source(text) for text in texts_of(settings, model)]
-        is_whole = [text.divided is None and origin(text, "test") in whole - {None} for text in texts]
+        is_whole = [text.divided is None and origin(text, "test") in undivided - {None} for text in texts]
         if any(is_whole):
             pairs = zip(texts, is_whole, strict=True)
             texts = [text.model_copy(update={"divided": False}) if mark else text for text, mark in pairs]

@@ -4,7 +4,7 @@
         [--length 256] [--divide 1]
 
 SHAPE: a name of SHAPES; all by default. The weights are random, the vocabulary has 1,024 tokens. Each pass runs in a
-process of its own, which may take --memory GB (RLIMIT_DATA). DIR holds the models and, for each pass, a file with its
+separate process, which may take --memory GB (RLIMIT_DATA). DIR holds the models and, for each pass, a file with its
 figures: the same command continues after a crash, and runs nothing again. --divide makes every width smaller.
 
 Prints a table: seconds and CPU seconds from opening the model to the checkpoint on disk, the peak of the process

@@ -76,14 +76,14 @@ def check_levels(rows, columns, levels, masked, seed):
     state, matrix, grid, keep = problem(rows, columns, False, False, masked, seed)
     scale = grid.scale / max(levels)
     actual = native.sweep(state, matrix, ScaledGrid((0, len(levels) - 1), scale, None, levels), keep, with_targets=True)
-    columns_done, left = [], state.clone()
+    rounded, remaining = [], state.clone()
     for i in range(columns):
-        target = left[i] if keep is None else left[i] * keep[i]
+        target = remaining[i] if keep is None else remaining[i] * keep[i]
         codes, level = nearest_level(target / scale[i], levels)
-        move = left[i] - level * scale[i]
-        left[i + 1 :] -= matrix[i, i + 1 :, None] * move
-        columns_done.append((codes, level * scale[i], move, target))
-    same(actual, [torch.stack(tensors) for tensors in zip(*columns_done, strict=True)])
+        move = remaining[i] - level * scale[i]
+        remaining[i + 1 :] -= matrix[i, i + 1 :, None] * move
+        rounded.append((codes, level * scale[i], move, target))
+    same(actual, [torch.stack(tensors) for tensors in zip(*rounded, strict=True)])
 
 
 def check_nan(device="cpu"):

@@ -60,7 +60,7 @@ class AWQ(Format):
     name = "awq"
     negative_scales = True
     quant_method = "awq"
-    readers = ("transformers", "vLLM")
+    served = True
     fused = True
     scale_dtype = torch.float16
     keys = KEYS | {

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.checkpoint.formats.accepted import OBJECT, TEXT, Accepted, check_keys, without_effect
-from compress.checkpoint.formats.readers import programs_run
+from compress.checkpoint.formats.readers import misreadings, programs_run
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
@@ -128,10 +128,10 @@ class Format(ABC):
     """A way to store compressed layers.
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
-    have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
-    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the
-    run. negative_scales: whether all readers take negative scales of integers. file: the one file that holds all
+    have no such config. sparse: whether kept weights can be stored alone. served: whether servers read the layout,
+    and may split a layer over devices. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
+    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run.
+    negative_scales: whether all readers take negative scales of integers. file: the one file that holds all
     tensors of a complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the reader
     accepts.
     """
@@ -141,7 +141,7 @@ class Format(ABC):
     """Further entries of config.json in checkpoints of the format."""
     quant_method: str | None = None
     sparse: bool = False
-    readers: tuple[str, ...] = ()
+    served: bool = False
     fused: bool = False
     scale_dtype: torch.dtype | None = None
     negative_scales: bool = False
@@ -167,11 +167,15 @@ class Format(ABC):
     @property
     def unverified(self) -> str | None:
         """Why a run does not reload its checkpoint with transformers; None if it does."""
-        return None if self.readers else f"format {self.name} is read by compress.load only"
+        return None
 
     def programs_run(self, schemes: Collection[LayerScheme]) -> list[str]:
         """Return the programs that read all grids of these compressed layers in conformance."""
         return programs_run(self.name, schemes)
+
+    def misreadings(self, schemes: Collection[LayerScheme]) -> list[str]:
+        """Return a text for each program that is known to refuse these compressed layers, or to compute others."""
+        return misreadings(self.name, schemes)
 
     def misread(self, config: PretrainedConfig) -> str | None:
         """Return why transformers makes another model of a correct checkpoint; None if nothing is known.
@@ -273,7 +277,7 @@ class Format(ABC):
 
     def unsplit(self) -> str | None:
         """Why servers cannot split layers of this format over devices; None if they can."""
-        return None if "vLLM" in self.readers else f"no server reads format {self.name}"
+        return None if self.served else f"no server reads format {self.name}"
 
     def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.

@@ -66,7 +66,7 @@ class BitsAndBytes(Format):
 
     name = "bitsandbytes"
     quant_method = "bitsandbytes"
-    readers = ("transformers", "vLLM")
+    served = True
     scale_dtype = torch.float32
     keys: ClassVar[Mapping[str, Accepted]] = {
         "quant_method": TEXT,

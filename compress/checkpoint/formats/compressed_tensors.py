@@ -85,7 +85,7 @@ class CompressedTensors(Format):
     name = "compressed-tensors"
     negative_scales = True
     quant_method = "compressed-tensors"
-    readers = ("transformers", "vLLM")
+    served = True
     fused = True
     keys: ClassVar[Mapping[str, Accepted]] = KEYS
 

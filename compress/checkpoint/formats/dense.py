@@ -22,7 +22,7 @@ class Dense(Format):
 
     name = "dense"
     negative_scales = True
-    readers = ("transformers", "vLLM")
+    served = True
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         if scheme.rounding is not None:

@@ -80,7 +80,6 @@ class GGUF(Format):
     name = "gguf"
     negative_scales = True
     quant_method = "gguf"
-    readers = ("llama.cpp", "transformers")
     scale_dtype = torch.float16
     file = FILE
     keys = LAYERS_KEYS

@@ -76,7 +76,7 @@ class GPTQ(Format):
     name = "gptq"
     negative_scales = True
     quant_method = "gptq"
-    readers = ("transformers", "vLLM")
+    served = True
     fused = True
     scale_dtype = torch.float16
     keys = KEYS | {

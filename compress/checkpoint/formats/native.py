@@ -47,6 +47,10 @@ class Native(Format):
     sparse = True
     keys = LAYERS_KEYS
 
+    @property
+    def unverified(self) -> str | None:
+        return "format native is read by compress.load only"
+
     def refuses(self, scheme: LayerScheme) -> str | None:
         return None
 

@@ -98,29 +98,29 @@ def convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     parts = parts_of(path)
-    whole = path if len(parts) == 1 else folder / "merged.gguf"
+    merged_file = path if len(parts) == 1 else folder / "merged.gguf"
     if len(parts) > 1:
-        merge(parts, whole)
-    from_file: dict[str, Any] = {"gguf_file": whole.name}
-    header = replace(header_of(whole), path=path)
-    config = AutoConfig.from_pretrained(whole.parent, **from_file)
+        merge(parts, merged_file)
+    from_file: dict[str, Any] = {"gguf_file": merged_file.name}
+    header = replace(header_of(merged_file), path=path)
+    config = AutoConfig.from_pretrained(merged_file.parent, **from_file)
     replaced = complete_config(header, config)
     check_keys(header, config)
     check_config(config.to_dict(), trust_remote_code=False)
     with torch.device("meta"), limited_modules(path.parent):
         check_tensors(header, AutoModelForCausalLM.from_config(config), replaced)
     loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True, "config": config}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(whole.parent, **loading)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(merged_file.parent, **loading)
     model, info = loaded
     check_none_missing(header, info["missing_keys"])
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
-    record_narrow(folder, whole, tensors)
+    record_narrow(folder, merged_file, tensors)
     write_shard(folder / "model.safetensors", tensors)
     model.config.__dict__.pop("quantization_config", None)
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(whole.parent, **from_file).save_pretrained(folder)
-    if whole != path:
-        whole.unlink()
+    AutoTokenizer.from_pretrained(merged_file.parent, **from_file).save_pretrained(folder)
+    if merged_file != path:
+        merged_file.unlink()

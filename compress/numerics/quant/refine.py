@@ -41,7 +41,8 @@ def refined(
         rounds: rounds of refinement.
         dtype: dtype of stored scales.
         mask: True where codes may differ from zero.
-        order: order of the columns in coordinate descent, within groups where scales are refined; None: unchanged.
+        order: order of the columns in coordinate descent; None: unchanged. Where scales are refined, groups come by the
+            mean place of their columns.
         signed: whether scales may become negative.
     """
     weight = weight.float()
@@ -115,8 +116,7 @@ class _Descent:
         """Return the refined codes."""
         group_of = self._groups(len(order))
         if refits(self.start):
-            groups = order[group_of[order].argsort(stable=True)].split(group_of.bincount().tolist())
-            for block in _blocks(groups):
+            for block in _blocks(_ordered_groups(group_of, order)):
                 self._refine(block, [int(group_of[group[0]]) for group in block])
         else:
             for columns in order.split(PART):
@@ -229,6 +229,17 @@ class _Descent:
         self.codes[columns] = store(codes, grid)
         self.difference[columns] -= moves
         return moves
+
+
+def _ordered_groups(group_of: Int[Tensor, " in"], order: Int[Tensor, " in"]) -> list[Int[Tensor, " columns"]]:
+    """Return the columns of each group in their order; a group comes by the mean place of its columns.
+
+    So groups with large inputs are decided first, if the order begins with these (eval/LOG.md).
+    """
+    sizes = group_of.bincount()
+    groups = order[group_of[order].argsort(stable=True)].split(sizes.tolist())
+    places = order.new_zeros(len(sizes), dtype=torch.float64).index_add_(0, group_of, order.argsort().double())
+    return [groups[number] for number in (places / sizes).argsort(stable=True).tolist()]
 
 
 def _blocks(groups: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.recipe.measured import Row, measured
-from compress.report.charts import BAD, MAIN, PAGE, QUIET, RULE, TEXT, Chart, Margins, picture
+from compress.report.charts import BAD, MAIN, PAGE, QUIET, RULE, TEXT, TITLE, Chart, Margins, name_axes, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ class SizeChart(Chart):
             if series.line:
                 axes.plot(*zip(*((x, y) for x, y, _ in series.points), strict=True), color=series.color)
             for x, y, name in series.points:
-                gid = f"title: {series.name}, {name}: {y:g}"
+                gid = f"{TITLE}{series.name}, {name}: {y:g}"
                 axes.plot([x], [y], "o", markersize=6, color=series.color, gid=gid)
             axes.annotate(
                 series.name,
@@ -108,8 +108,7 @@ class SizeChart(Chart):
         axes.minorticks_off()
         axes.set_yticks(list(self.ticks), [f"{tick:g}" for tick in self.ticks])
         axes.grid(axis="y", color=RULE, linewidth=1)
-        axes.annotate(self.x_name, (1, 0), (0, -36), "axes fraction", "offset points", ha="right", color=QUIET)
-        axes.annotate(self.y_name, (0, 1), (-44, 14), "axes fraction", "offset points", ha="left", color=QUIET)
+        name_axes(axes, self.x_name, self.y_name)
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class BarChart(Chart):
 
     def draw(self, axes: Axes) -> None:
         for i, (name, value, color) in enumerate(self.bars):
-            axes.barh([i], [value], height=0.62, color=color, gid=f"title: {name}: {value:g}")
+            axes.barh([i], [value], height=0.62, color=color, gid=f"{TITLE}{name}: {value:g}")
             place = (0, i), (-8, 0), "data", "offset points"
             axes.annotate(name, *place, ha="right", va="center", color=TEXT, size=11)
             place = (value, i), (6, 0), "data", "offset points"
@@ -142,7 +141,7 @@ class BarChart(Chart):
         axes.set_yticks([])
         axes.set_xlim(0, 1.02 * max(value for _, value, _ in self.bars))
         axes.grid(axis="x", color=RULE, linewidth=1)
-        axes.annotate(self.x_name, (1, 0), (0, -34), "axes fraction", "offset points", ha="right", color=QUIET)
+        name_axes(axes, self.x_name, "")
 
 
 def llamacpp_chart() -> SizeChart:

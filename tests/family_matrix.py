@@ -174,7 +174,6 @@ REASONS: dict[str, tuple[str, str]] = {
         "tiles of this size do not divide the outputs or inputs of a linear; choose `tile_rows` and `tile_columns`, or "
         "leave it out with `ignore`",
     ),
-    "one output": ("rank .* is not below its", "a linear has fewer outputs than any rank; leave it out with `ignore`"),
     "cannot run": (
         "transformers cannot run the model without the blocks",
         "transformers runs no model without the blocks that were chosen; protect them with `keep`",

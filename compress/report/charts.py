@@ -205,7 +205,7 @@ def shortened(text: str, width: float) -> str:
     return text if len(text) <= count else text[: count - 1] + "…"
 
 
-def _name_axes(axes: Axes, x_name: str, y_name: str) -> None:
+def name_axes(axes: Axes, x_name: str, y_name: str) -> None:
     """Write the name of the x axis below it, and that of the y axis above it."""
     axes.annotate(x_name, (1, 0), (0, -34), "axes fraction", "offset points", ha="right", color=QUIET)
     axes.annotate(y_name, (0, 1), (0, 10), "axes fraction", "offset points", ha="left", color=QUIET)
@@ -280,7 +280,7 @@ class LineChart(Chart):
         axes.grid(axis="y", color=RULE, linewidth=1)
         _set_ticks(axes.xaxis, 5, integer=True)
         _set_ticks(axes.yaxis, 4)
-        _name_axes(axes, self.x_name, self.y_name)
+        name_axes(axes, self.x_name, self.y_name)
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class HistogramChart(Chart):
         axes.set_xlim(-limit, limit)
         axes.set_ylim(0, 1.05 * math.log1p(most))
         axes.grid(axis="y", color=RULE, linewidth=1)
-        _name_axes(axes, self.x_name, "values per bin")
+        name_axes(axes, self.x_name, "values per bin")
         names = (("after", MAIN), ("before", QUIET)) if self.histogram.changed else (("unchanged", QUIET),)
         for i, (name, color) in enumerate(names):
             place = (1, 1), (-44 * i, 10), "axes fraction", "offset points"
@@ -393,7 +393,7 @@ class IntervalChart(Chart):
         axes.set_yticks([])
         axes.grid(axis="x", color=RULE, linewidth=1)
         _set_ticks(axes.xaxis, 6)
-        _name_axes(axes, self.x_name, f"← {self.below}")
+        name_axes(axes, self.x_name, f"← {self.below}")
         axes.annotate(f"{self.above} →", (1, 1), (0, 10), "axes fraction", "offset points", ha="right", color=QUIET)
 
 
@@ -455,7 +455,7 @@ class HeatMap(Chart):
         step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if len(self.columns) <= 16 * step)
         ticks = range(0, len(self.columns), step)
         axes.set_xticks([i + 0.47 for i in ticks], [self.columns[i] for i in ticks])
-        _name_axes(axes, self.x_name, "")
+        name_axes(axes, self.x_name, "")
         width, height = self.size
         for i in range(LEVELS):
             corner, size = (15 * i / width, -58 / height), (14 / width, 12 / height)
@@ -524,4 +524,4 @@ class ScatterChart(Chart):
         axes.grid(color=RULE, linewidth=1)
         _set_ticks(axes.xaxis, 6)
         _set_ticks(axes.yaxis, 6)
-        _name_axes(axes, self.x_name, self.y_name)
+        name_axes(axes, self.x_name, self.y_name)

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from compress.checkpoint.load import load as load
     from compress.passes import PASSES as PASSES
     from compress.pipeline.apply import apply as apply
+    from compress.pipeline.compare import compare as compare
     from compress.pipeline.convert import export as export
     from compress.pipeline.export import save as save
     from compress.pipeline.finish import Result as Result
+    from compress.pipeline.oneline import distill as distill
+    from compress.pipeline.oneline import prune as prune
+    from compress.pipeline.oneline import quantize as quantize
     from compress.pipeline.plan import plan as plan
     from compress.pipeline.publish import push_to_hub as push_to_hub
     from compress.pipeline.run import run as run
+    from compress.pipeline.sensitivity import sensitivity as sensitivity
     from compress.recipe.schema import Calibration as Calibration
     from compress.recipe.schema import Evaluate as Evaluate
     from compress.recipe.schema import Recipe as Recipe
@@ -34,12 +39,17 @@ _HOMES = {
     "Result": "pipeline.finish",
     "Save": "recipe.schema",
     "apply": "pipeline.apply",
+    "compare": "pipeline.compare",
+    "distill": "pipeline.oneline",
     "export": "pipeline.convert",
     "load": "checkpoint.load",
     "plan": "pipeline.plan",
+    "prune": "pipeline.oneline",
     "push_to_hub": "pipeline.publish",
+    "quantize": "pipeline.oneline",
     "run": "pipeline.run",
     "save": "pipeline.export",
+    "sensitivity": "pipeline.sensitivity",
 }
 """The module that defines each public name; the classes of the passes are not listed."""
 

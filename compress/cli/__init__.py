@@ -6,6 +6,7 @@ from compress.cli.compare import compare
 from compress.cli.completion import completion
 from compress.cli.eval import evaluate
 from compress.cli.export import export
+from compress.cli.generate import generate
 from compress.cli.init import init
 from compress.cli.inspect import inspect
 from compress.cli.passes import passes, recipes, schemes
@@ -19,6 +20,7 @@ for command in (
     completion,
     evaluate,
     export,
+    generate,
     init,
     inspect,
     passes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from compress.cli.show import print_json, print_table
+from compress.recipe.tables import ResultTable
 
 
 @click.command()
@@ -22,11 +23,13 @@ from compress.cli.show import print_json, print_table
 def bench(model: str, against: str | None, dtype: str, compiled: bool, activations: str | None, as_json: bool) -> None:
     """Measure the speed of MODEL, a compressed checkpoint or any other model: loading, memory, decoding, prefill."""
     from compress.evaluate import speed
+    from compress.pipeline.progress import Waiting
 
-    result = speed.bench(model, against, dtype, compiled, activations)
+    with Waiting(f"measuring the speed of {model}"):
+        result = speed.bench(model, against, dtype, compiled, activations)
     if as_json:
         print_json(result.model_dump(mode="json"))
         return
     bandwidth = f"{result.read_bandwidth / 1e9:.1f} GB/s"
     title = f"{result.instruction_set} kernels, threads: {result.threads}, read bandwidth: {bandwidth}"
-    print_table(title, ("", *result.models), speed.table(result))
+    print_table(ResultTable(title, ("", *result.models), speed.table(result)))

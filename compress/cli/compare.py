@@ -46,35 +46,28 @@ def compare(
     """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
     from compress.checkpoint.containers.files import check_output_file, write_text
     from compress.evaluate.gate import check_models
-    from compress.report import pareto
+    from compress.pipeline.compare import compare as compare_models
 
     if out is not None:
         check_output_file(out, (".svg", ".html"))
-    if measure or base is not None:
-        if not {*models} - {models[0] if base is None else base}:
-            raise click.UsageError("nothing is compared with the base; name another MODEL too")
-        from compress.pipeline.evaluation import evaluate_models
-
-        comparison = evaluate_models(
-            models,
-            settings_of(options),
-            base=base,
-            work=work,
-            dtype=dtype,
-            device=device,
-            progress=True,
-            on_failure=print_evaluation,
-        )
-        variants = pareto.from_comparison(comparison)
-    else:
-        comparison, variants = None, pareto.from_reports([Path(model) for model in models])
+    measured = measure or base is not None
+    variants = compare_models(
+        models,
+        base,
+        settings_of(options) if measured else None,
+        work=work,
+        dtype=dtype,
+        device=device,
+        progress=True,
+        on_failure=print_evaluation,
+    )
     if as_json:
-        print_json([variant.model_dump() for variant in variants])
+        print_json([variant.model_dump() for variant in variants.models])
     else:
-        print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
-        for variant in variants:
-            echo(f"{variant.source}: {pareto.verdict(variant)}")
+        print_table(variants.table())
+        for sentence in variants.verdicts():
+            echo(sentence)
     if out is not None:
-        write_text(out, pareto.html(variants) if out.suffix == ".html" else str(pareto.picture(variants)))
-    if comparison is not None:
-        check_models(comparison)
+        write_text(out, variants.html() if out.suffix == ".html" else str(variants.picture()))
+    if variants.comparison is not None:
+        check_models(variants.comparison)

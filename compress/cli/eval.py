@@ -13,7 +13,7 @@ from compress.cli.show import echo, print_table
 from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
-    from compress.evaluate.result import Comparison
+    from compress.evaluate.comparison import Comparison
     from compress.recipe.evaluation import Evaluate
 
 SETTINGS = (
@@ -90,7 +90,7 @@ def evaluate(
     from compress.evaluate.gate import check_models
     from compress.models.computation import device_of
     from compress.passes.contract.processes import Processes
-    from compress.pipeline.evaluation import evaluate_models
+    from compress.pipeline.evaluation import evaluate as evaluate_models
 
     if out is not None:
         check_output_file(out, (".json",))
@@ -150,12 +150,8 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
 
 def print_evaluation(comparison: Comparison) -> None:
     """Print the tables of an evaluation, its notes and its failures."""
-    from compress.report.comparison import tables
-
-    title = "" if comparison.base is None else f"compared with {comparison.base}"
-    for head, rows in tables(comparison):
-        print_table(title, head, rows)
-        title = ""
+    for table in comparison.tables():
+        print_table(table)
     for note in comparison.notes:
         echo(note if note.startswith("warning: ") else f"note: {note}")
     for name, reason in comparison.failed.items():

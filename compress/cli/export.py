@@ -9,6 +9,7 @@ import click
 
 from compress.cli.group import without_collection
 from compress.cli.show import echo, print_json, print_table
+from compress.recipe.tables import ResultTable
 
 
 @click.command()
@@ -25,8 +26,10 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_
     """
     with without_collection():
         from compress.pipeline.convert import export as convert  # slow: imports torch, which --help does not need
+        from compress.pipeline.progress import Waiting
 
-    kinds = convert(folder, out, form, requantize, dtype)
+    with Waiting(f"writing {out}"):
+        kinds = convert(folder, out, form, requantize, dtype)
     if as_json:
         print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds]})
         return
@@ -34,7 +37,7 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_
         (kind.name, str(kind.count), kind.before, kind.after, f"{kind.error:.3e}" if kind.error else "0 (lossless)")
         for kind in kinds
     ]
-    print_table(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows)
+    print_table(ResultTable(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows))
     if any(kind.error and kind.before == kind.after for kind in kinds):
         echo(f"note: format {form} fixes the dtype of scales, so they were rounded to it; the codes are unchanged")
     echo(f"checkpoint: {out}, model card: {out / 'README.md'}")

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -28,8 +28,41 @@ EXIT_CODES = {
 """Exit codes of all commands."""
 
 
+class Task(NamedTuple):
+    """Commands that serve one task, and an example of one of them."""
+
+    commands: tuple[str, ...]
+    example: str
+
+
+TASKS = {
+    "Compress a model": Task(("quantize", "prune", "distill", "run"), "compress quantize MODEL --scheme W4A16"),
+    "Write a recipe": Task(
+        ("init", "plan", "recipes", "schemes", "passes", "sensitivity"),
+        'compress init MODEL --target "4 bits" -o recipe.yaml',
+    ),
+    "Measure": Task(("eval", "compare", "bench", "roofline"), "compress eval out/small --base MODEL"),
+    "Use a result": Task(
+        ("generate", "export", "inspect", "report"), "compress export out/small --format gguf -o out/gguf"
+    ),
+    "Set up": Task(("completion",), "compress completion bash"),
+}
+"""The commands by the task that they serve."""
+
+
 class ErrorGroup(click.Group):
     """Print errors as one line each and exit with their code; --debug at any position shows the traceback."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each task, and an example."""
+        width = max(map(len, self.commands))
+        for title, task in TASKS.items():
+            with formatter.section(title):
+                rows = [
+                    (name.ljust(width), self.commands[name].get_short_help_str(limit=200)) for name in task.commands
+                ]
+                formatter.write_dl(rows)
+                formatter.write_text(f"\b\nExample: {task.example}")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the exit codes."""

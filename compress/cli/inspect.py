@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from compress.cli.show import echo, print_json, print_table
+from compress.recipe.tables import ResultTable
 
 if TYPE_CHECKING:
     from compress.checkpoint.inspection import Inspection, Module
@@ -64,7 +65,9 @@ def _print(inspection: Inspection, all_modules: bool) -> None:
     if all(module.zeros is None for module in inspection.modules):
         del columns["zeros"]
     modules = inspection.modules if all_modules else inspection.groups()
-    print_table("", tuple(columns), [tuple(text(module) for text in columns.values()) for module in modules])
+    print_table(
+        ResultTable("", tuple(columns), [tuple(text(module) for text in columns.values()) for module in modules])
+    )
     for note in inspection.notes:
         echo(f"note: {note}")
     echo(

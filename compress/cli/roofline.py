@@ -12,6 +12,7 @@ from compress.cli.complete import complete_device, complete_recipe
 from compress.cli.group import without_collection
 from compress.cli.show import echo, print_json, print_table
 from compress.recipe.shipped import SUFFIXES, shipped
+from compress.recipe.tables import ResultTable
 
 if TYPE_CHECKING:
     from compress.pipeline.rooflines import Roofline
@@ -64,11 +65,10 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
         print_json(estimated.to_json())
         return
     title = f"{estimated.device.name}, batch {batch}, context {context}"
-    print_table(f"prefill: {title}", *_rows(estimated.before.prefill, estimated.after and estimated.after.prefill))
+    print_table(_table(f"prefill: {title}", estimated.before.prefill, estimated.after and estimated.after.prefill))
     if estimated.before.decode is not None:
-        print_table(
-            f"decode one token: {title}", *_rows(estimated.before.decode, estimated.after and estimated.after.decode)
-        )
+        after = estimated.after and estimated.after.decode
+        print_table(_table(f"decode one token: {title}", estimated.before.decode, after))
     for line in _totals(estimated):
         echo(line)
 
@@ -84,14 +84,14 @@ def _list(as_json: bool) -> None:
         echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
 
 
-def _rows(original: PassCost, compressed: PassCost | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head of the table and a row for each kind of product."""
+def _table(title: str, original: PassCost, compressed: PassCost | None) -> ResultTable:
+    """Return a table with a row for each kind of product."""
     later = {cost.name: cost for cost in (compressed or original).costs}
     rows = []
     for cost in original.costs:
         pairs = zip(_cells(cost), _cells(later[cost.name]) if cost.name in later else ("none",) * 6, strict=True)
         rows.append((cost.name, *(old if old == new else f"{old} -> {new}" for old, new in pairs)))
-    return HEAD, rows
+    return ResultTable(title, HEAD, rows)
 
 
 def _cells(cost: ProductCost) -> tuple[str, ...]:

@@ -10,11 +10,10 @@ import click
 from compress.cli.complete import complete_compute
 from compress.cli.group import without_collection
 from compress.cli.show import echo, print_json, print_table
+from compress.recipe.tables import SHOWN, ResultTable
 
 if TYPE_CHECKING:
-    from compress.recipe.sensitivities import Sensitivities, Sensitivity
-
-SHOWN = 12  # rows of the most sensitive layers
+    from compress.recipe.sensitivities import Sensitivities
 
 
 @click.command()
@@ -125,18 +124,12 @@ def sensitivity(
 
 
 def _print(sensitivities: Sensitivities, all_layers: bool) -> None:
-    choices, table = list(sensitivities.choices), sensitivities.by_name()
+    """Print the kinds and the most sensitive layers, or all layers in the order of the model."""
+    by_kind, by_layer = sensitivities.tables()
     if not all_layers:
-        rows = [
-            (kind, *(f"{costs[choice]:.2e}" for choice in choices)) for kind, costs in sensitivities.by_kind().items()
-        ]
-        title = f"{sensitivities.model}: mean KL of one {sensitivities.level} alone, nats per token"
-        print_table(title, (f"kind of {sensitivities.level}", *choices), rows)
-        table = dict(sorted(table.items(), key=lambda item: -max(cell.kl for cell in item[1].values()))[:SHOWN])
-    rows = [(name, *(_cell(row[choice]) for choice in choices)) for name, row in table.items()]
-    title = f"{'all' if all_layers else 'the most sensitive'} {sensitivities.level}s: KL, standard error"
-    print_table(title, (sensitivities.level, *choices), rows)
-
-
-def _cell(cell: Sensitivity) -> str:
-    return f"{cell.kl:.2e} ± {cell.kl_stderr or 0:.1e}"
+        print_table(by_kind)
+        print_table(by_layer._replace(rows=by_layer.rows[:SHOWN]))
+        return
+    order = {name: place for place, name in enumerate(sensitivities.by_name())}
+    rows = sorted(by_layer.rows, key=lambda row: order[row[0]])
+    print_table(ResultTable(f"all {sensitivities.level}s: KL ± standard error", by_layer.head, rows))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from compress.recipe.tables import ResultTable, aligned, records
 
 if TYPE_CHECKING:
     from compress.pipeline.plan import Plan
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 LONG = 500
 """The most rows of a table that `rich` draws; it takes 2 ms per row."""
-WIDE = 200  # columns of a table that is not printed on a terminal
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except new line and tab, changes of the direction of text, and halves of surrogate pairs."""
@@ -38,32 +38,33 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
     click.echo(printable(text), err=err, nl=nl)
 
 
-def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table; all columns but the first are aligned to the right."""
-    if len(rows) > LONG:
-        _print_columns(title, (head, *rows))
-        return
+def print_table(table: ResultTable) -> None:
+    """Print a table; all columns but the first are aligned to the right.
+
+    A table that is wider than the terminal is printed as records, one line for each cell, so that no number is broken.
+    """
+    title, rows = printable(table.title), [tuple(map(printable, row)) for row in table.rows]
+    natural = sum(max(map(len, column)) + 3 for column in zip(table.head, *rows, strict=True)) + 1
+    width = shutil.get_terminal_size((0, 24)).columns  # 0: a file or a pipe
+    if 0 < width < natural:
+        echo("\n".join([*([title] if title else []), *records(table.head, rows)]))
+    elif len(rows) > LONG:
+        echo("\n".join([*([title] if title else []), *aligned([table.head, *rows])]))
+    else:
+        _print_boxed(ResultTable(title, table.head, rows), natural)
+
+
+def _print_boxed(table: ResultTable, width: int) -> None:
+    """Print a table with lines around its cells."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as Boxed
 
-    shown = Table(title=printable(title) or None, title_justify="left")
-    for i, name in enumerate(head):
-        shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*map(printable, row))
-    # a file or a pipe has no width
-    Console(markup=False, width=shutil.get_terminal_size((WIDE, 24)).columns).print(shown)
-
-
-def _print_columns(title: str, rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a long table as aligned columns, which takes a hundredth of the time of `rich`."""
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    if title:
-        echo(title)
-    for row in cells:
-        name, *further = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        echo("  ".join([row[0].ljust(len(name)), *further]))
+    boxed = Boxed(title=table.title or None, title_justify="left")
+    for i, name in enumerate(table.head):
+        boxed.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    for row in table.rows:
+        boxed.add_row(*row)
+    Console(markup=False, width=max(width, len(table.title))).print(boxed)
 
 
 def print_report(values: dict[str, Any], folder: Path) -> None:
@@ -72,8 +73,9 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     from compress.report.sections import checks, journal, size_and_quality, time_and_memory
 
     report = RunResult.from_json(values)
-    print_table(f"{report.model.source} -> {folder}", size_and_quality.HEAD, size_and_quality.rows(report))
-    print_table("", time_and_memory.HEAD, time_and_memory.rows(report))
+    title = f"{report.model.source} -> {folder}"
+    print_table(ResultTable(title, size_and_quality.HEAD, size_and_quality.rows(report)))
+    print_table(ResultTable("", time_and_memory.HEAD, time_and_memory.rows(report)))
     if report.reading is not None:
         echo(time_and_memory.disk_time(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
@@ -100,7 +102,7 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
         head = ("modules", "count", *head[1:])
         counts = [f"{group.count}" for group in planned.groups()]
         rows = [(name, count, *cells) for count, (name, *cells) in zip(counts, rows, strict=True)]
-    print_table("", head, rows)
+    print_table(ResultTable("", head, rows))
     for note in planned.notes:
         echo(f"note: {note}")
     echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from compress.errors import QualityError
-from compress.evaluate.result import Comparison, Measurements
+from compress.evaluate.comparison import Comparison
+from compress.evaluate.result import Measurements
 from compress.evaluate.tasks import TasksResult
 from compress.recipe.evaluation import QualityLimits
 

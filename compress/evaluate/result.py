@@ -1,14 +1,12 @@
-"""The tree of measurements: of one model (`Measurements`), of a run (`RunResult`) and of several models (`Comparison`).
+"""The tree of measurements: of one model (`Measurements`, `ModelResult`), and of a run (`RunResult`).
 
 A `Measurements` holds one key for each evaluator, whose value has the `result_type` of that evaluator. A `RunResult` is
-the content of report.json; it adds facts about the run and its checkpoint. A `Comparison` is the content of the JSON of
-`compress eval`. Reports and figures render these values.
+the content of report.json; it adds facts about the run and its checkpoint. Reports and figures render these values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
@@ -25,7 +23,6 @@ from compress.evaluate.tasks import TaskScore
 from compress.passes.contract.context import PhaseCost
 from compress.passes.contract.journal import JournalEntry
 from compress.passes.contract.layers import LayerResult
-from compress.recipe.evaluation import Evaluate
 from compress.recipe.sensitivities import Sensitivities
 
 
@@ -300,42 +297,6 @@ class ModelResult(Measurements):
     size_bytes: int
     failed: dict[str, str] = {}
     items: dict[str, TaskScore] = {}
-
-
-class Comparison(BaseModel):
-    """The results of several models with the same settings: the content of the JSON of `compress eval`.
-
-    Attributes:
-        compress: Version of this package.
-        base: Source of the model that the others are compared with; None for one model alone.
-        settings: What was measured.
-        models: The models in the order of their measurement.
-        notes: Notes of the journal.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    compress: str
-    base: str | None
-    settings: Evaluate
-    models: list[ModelResult]
-    notes: list[str]
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The ends of the paths of all models by source, as short as they differ."""
-        parts = {model.source: Path(model.source).parts for model in self.models}
-        most_parts = max((len(names) for names in parts.values()), default=1)
-        for count in range(1, most_parts + 1):
-            labels = {source: "/".join(names[-count:]) for source, names in parts.items()}
-            if len(set(labels.values())) == len(labels):
-                return labels
-        return {source: source for source in parts}
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """The reason for each task that failed, by model and task."""
-        return {f"{model.source} {name}": reason for model in self.models for name, reason in model.failed.items()}
 
 
 def json_schema() -> dict[str, Any]:

@@ -26,8 +26,9 @@ from compress.data.text_source import as_source
 from compress.errors import ModelError, one_line, reported_as
 from compress.evaluate import EVALUATORS, combine_all, measure_one
 from compress.evaluate.base import EvaluationContext, overlap_in_words
+from compress.evaluate.comparison import Comparison
 from compress.evaluate.harness.tasks import check_tasks
-from compress.evaluate.result import Comparison, ModelResult, Reproduction
+from compress.evaluate.result import ModelResult, Reproduction
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_examples
 from compress.models.computation import device_of
@@ -68,11 +69,11 @@ class CommonInputs:
     features: object | None
 
 
-def evaluate_models(
-    sources: Sequence[str],
-    settings: Evaluate,
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    settings: Evaluate | None = None,
     *,
-    base: str | None = None,
+    base: str | Path | None = None,
     work: Path | None = WORK,
     dtype: str = "auto",
     device: str = "auto",
@@ -85,8 +86,8 @@ def evaluate_models(
     With several processes of a launcher, each measures a share of the requests, and all return the result.
 
     Args:
-        sources: Checkpoint folders, hub ids or .gguf files.
-        settings: What is measured.
+        models: Checkpoint folders, hub ids or .gguf files; one or several.
+        settings: What is measured; by default the perplexity on the embedded text.
         base: Model that the others are compared with; by default the first of several.
         work: Folder of stored results, with which a killed evaluation continues; None stores nothing, and measures no
             divergence.
@@ -104,6 +105,8 @@ def evaluate_models(
         RecipeError: for tasks that do not exist.
         NumericError: for a loss that is NaN.
     """
+    sources = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
+    settings, base = settings or Evaluate(), None if base is None else str(base)
     check_tasks(settings)
     if work is not None:
         check_writable(work)
@@ -125,6 +128,7 @@ def evaluate_models(
     with showing, results.reported_on_failure(on_failure):
         for source in order:
             folder = folders[source]
+            journal.add("progress", "evaluate", f"opening {source}")
             digest = digest_of(fingerprint_of(folder, weight_files(folder)), dtype, __version__)
             store = Store(work, digest, results.models[0].digest if results.models else digest, processes)
             model, tokenizer = load(folder, dtype_to_compare(folder, dtype, compute_device), compute_device)

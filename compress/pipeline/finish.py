@@ -40,20 +40,41 @@ from compress.pipeline.sources import open_source
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.paths import without_folders
+from compress.recipe.tables import ResultTable, Shown
 from compress.report.card import CardFacts, write_card
+from compress.report.sections.size_and_quality import HEAD, rows
 from compress.report.write import write_report
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a run: the folder, the content of report.json, and the journal.
+@dataclass(frozen=True, repr=False)
+class Result(Shown):
+    """The result of a run.
 
-    report: empty in all processes of a launcher except rank 0, which writes it.
+    Attributes:
+        folder: The output folder.
+        report: The content of report.json; empty in all processes of a launcher except rank 0, which writes it.
+        journal: The journal of the run.
     """
 
     folder: Path
     report: dict[str, Any]
     journal: Journal
+
+    @property
+    def measured(self) -> RunResult:
+        """The values of `report` as typed objects.
+
+        Raises:
+            ValidationError: of pydantic, in a process that does not write the report.
+        """
+        return RunResult.from_json(self.report)
+
+    def tables(self) -> list[ResultTable]:
+        """Return the sizes and the quality before and after."""
+        if not self.report:
+            return [ResultTable(f"{self.folder}: rank 0 has the report", (), [])]
+        measured = self.measured
+        return [ResultTable(f"{measured.model.source} -> {self.folder}", HEAD, rows(measured))]
 
 
 @dataclass
@@ -110,6 +131,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
             run.journal.add("note", "evaluate", note)
         with open_source(recipe.model, recipe, opened) as original:
             measured.measure(job, original, evaluated.of_base())
+    run.journal.add("progress", "verify", "verifying the checkpoint")
     with run.phase("verify"):
         digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}
         reference = load_file(folder / WORK / PROBE_FILE)

@@ -88,6 +88,7 @@ def prepare(
     The recipe of the job has the calibration batch that fits into the limit of memory.
     """
     check_folder(out)
+    journal.add("progress", "model", f"opening {recipe.model}")
     opened = open_start(recipe, device_of(recipe.device))
     for log in opened.notes:
         journal.add("note", "model", log)

@@ -30,13 +30,45 @@ def shown_progress(journal: Journal, console: Console | None = None) -> Iterator
     journal.listeners.append(shown.hear)
     try:
         yield
+        shown.complete()
     finally:
         journal.listeners.remove(shown.hear)
         shown.stop()
 
 
+class Waiting:
+    """A context in which a terminal shows that a command works; nothing is shown elsewhere.
+
+    Args:
+        text: What the command does, such as 'opening model.gguf'.
+    """
+
+    def __init__(self, text: str) -> None:
+        console = Console(stderr=True, markup=False, force_jupyter=False)
+        self._shown = ProgressDisplay(console) if console.is_terminal else None
+        self._text = text
+
+    def __enter__(self) -> Waiting:
+        if self._shown is not None:
+            self._shown.hear(JournalEntry("progress", "", self._text))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Remove what is shown; the context may end later."""
+        if self._shown is not None:
+            self._shown.end_stage()
+            self._shown.stop()
+            self._shown = None
+
+
 class ProgressDisplay:
-    """A progress bar with block, pass and time left; without a terminal, a line for every tenth."""
+    """A progress bar with block, pass and time left; without a terminal, a line for every tenth.
+
+    A stage, which has no count, is shown until the next entry, or as one line.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -50,31 +82,63 @@ class ProgressDisplay:
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._counts: dict[str, tuple[str, int, int]] = {}
         self._record: set[tuple[str, int]] = set()
+        self._stage: TaskID | None = None
 
     def stop(self) -> None:
         """Leave the bar as it is and release the terminal."""
         self._bar.stop()
 
+    def complete(self) -> None:
+        """Show what has begun as complete: the last entry of a count comes before its last step."""
+        self.end_stage()
+        for task, (text, count, of) in list(self._counts.items()):
+            if count < of:
+                self._show(task, text, of, of)
+
     def hear(self, entry: JournalEntry) -> None:
         """Show an entry of the journal: a warning, a fallback, or progress."""
         if entry.kind in ("warning", "fallback"):
-            self._console.print(f"{entry.kind}: {entry.where}: {entry.message}")
+            self._print(f"{entry.kind}: {entry.where}: {entry.message}")
         if entry.kind != "progress":
             return
+        self.end_stage()
         figures = entry.figures
         if "block" in figures:
             self._show("blocks", f"{entry.message}  {figures['step']}", figures["block"], figures["blocks"])
-        else:
+        elif "of" in figures:
             loss = f"  loss {figures['loss']:.4g}" if "loss" in figures else ""
             self._show(entry.message, entry.message + loss, figures["done"], figures["of"])
+        else:
+            self._begin_stage(entry.message)
+
+    def end_stage(self) -> None:
+        """Remove the stage that is shown."""
+        if self._stage is not None:
+            self._bar.remove_task(self._stage)
+            self._stage = None
+
+    def _begin_stage(self, text: str) -> None:
+        self._bar.start()
+        text_of_block, count, of = self._counts.get("blocks", ("", 0, 0))
+        if count == of - 1:  # the last block has begun, and what follows it, too
+            self._show("blocks", text_of_block, of, of)
+        self._stage = self._bar.add_task(text, total=None)
+        if not self._console.is_terminal:
+            self._print(text)
 
     def _show(self, task: str, text: str, count: int, of: int) -> None:
         self._bar.start()
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(text, total=of)
         self._bar.update(self._tasks[task], description=text, completed=count)
+        self._counts[task] = text, count, of
         tenth = 10 * count // of
         if not self._console.is_terminal and (task, tenth) not in self._record:
             self._record.add((task, tenth))
-            self._console.print(f"{text}  {count}/{of}")
+            self._print(f"{text}  {count}/{of}")
+
+    def _print(self, text: str) -> None:
+        """Print a line, which a pipe does not wrap."""
+        self._console.print(text, soft_wrap=not self._console.is_terminal)

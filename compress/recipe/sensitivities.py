@@ -21,6 +21,7 @@ from compress.numerics.budget import within_budget
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
 from compress.passes.contract.options import OptionError
+from compress.recipe.tables import ResultTable, Shown
 
 OPTIONS = "file", "bits", "with"
 FILE = "sensitivity.json"
@@ -53,8 +54,13 @@ class Sensitivity(BaseModel):
     loss: float
     loss_stderr: float | None
 
+    @property
+    def text(self) -> str:
+        """The divergence with its standard error."""
+        return f"{self.kl:.2e} ± {self.kl_stderr or 0:.1e}"
 
-class Sensitivities(BaseModel):
+
+class Sensitivities(Shown, BaseModel):
     """The sensitivities of a model.
 
     Attributes:
@@ -74,6 +80,17 @@ class Sensitivities(BaseModel):
     level: Level
     choices: dict[str, Any]
     found: list[Sensitivity]
+
+    def tables(self) -> list[ResultTable]:
+        """Return the mean divergences by kind of layer, and those of the most sensitive layers."""
+        choices, title = tuple(self.choices), f"{self.model}: mean KL of one {self.level} alone, nats per token"
+        kinds = [(kind, *(f"{row[choice]:.2e}" for choice in choices)) for kind, row in self.by_kind().items()]
+        ordered = sorted(self.by_name().items(), key=lambda item: -max(cell.kl for cell in item[1].values()))
+        rows = [(name, *(row[choice].text for choice in choices)) for name, row in ordered]
+        return [
+            ResultTable(title, (f"kind of {self.level}", *choices), kinds),
+            ResultTable(f"{self.level}s, the most sensitive first: KL ± standard error", (self.level, *choices), rows),
+        ]
 
     def by_name(self) -> dict[str, dict[str, Sensitivity]]:
         """Return name -> choice -> sensitivity, in the order of the model."""

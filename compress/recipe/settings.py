@@ -38,8 +38,7 @@ def read_setting(text: str) -> Setting:
     """
     spelled = f"--set {text}"
     path, equals, value = text.partition("=")
-    parts = path.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(path.strip().split(".")):
         raise RecipeError(f"{spelled}: write KEY=VALUE, such as passes.0.gptq.group_size=128 or save.format=native")
     try:
         parsed = plain_values(value)
@@ -47,7 +46,12 @@ def read_setting(text: str) -> Setting:
         raise RecipeError(f"{spelled}: the value {value!r} is not YAML; put it in quotes") from error
     if isinstance(parsed, int | float) and ":" in value:  # YAML reads the pattern 2:4 as a number with base 60
         parsed = value.strip()
-    return Setting(tuple(int(part) if part.isdecimal() else part for part in parts), parsed, spelled)
+    return Setting(place_of(path), parsed, spelled)
+
+
+def place_of(path: str) -> Place:
+    """Return the place that a path such as 'passes.0.gptq.group_size' names."""
+    return tuple(int(part) if part.isdecimal() else part for part in path.strip().split("."))
 
 
 def apply_settings(data: Any, settings: Sequence[Setting], problems: Problems) -> Any:

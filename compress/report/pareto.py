@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from compress.evaluate.base import Record, plus_minus
-from compress.evaluate.result import Comparison, Measurements
+from compress.evaluate.comparison import Comparison
+from compress.evaluate.result import Measurements
+from compress.recipe.tables import ResultTable, Shown
 from compress.report.charts import Picture, Point, ScatterChart
 from compress.report.charts import picture as picture_of
-from compress.report.comparison import without_empty_columns
 from compress.report.page.blocks import Items, Prose, TextTable
 from compress.report.page.numbers import upper_first
 from compress.report.page.render import PageSection, page
@@ -126,111 +128,123 @@ def from_report(folder: Path) -> Variant:
     return variant
 
 
-def from_reports(folders: Sequence[Path]) -> list[Variant]:
-    """Read the variants of some runs.
+@dataclass(frozen=True, repr=False)
+class Variants(Shown):
+    """Variants of one model.
 
-    Raises:
-        ReportError: if they were measured on different texts or models.
+    Attributes:
+        models: Every variant, measured on the same text.
+        comparison: The measurements, if the variants were not read from reports.
     """
-    variants = [from_report(folder) for folder in folders]
-    for variant in variants[1:]:
-        for name in ("text", "base_bytes", "measure"):
-            if getattr(variant, name) != getattr(variants[0], name):
-                raise ReportError(
-                    f"{variant.source}: its {name.replace('_', ' ')} is {getattr(variant, name)}, but that of "
-                    f"{variants[0].source} is {getattr(variants[0], name)}; run compress compare --measure --base MODEL"
-                )
-    return variants
 
+    models: Sequence[Variant]
+    comparison: Comparison | None = None
 
-def from_comparison(comparison: Comparison) -> list[Variant]:
-    """Collect the variants of an evaluation; its base is not among them.
+    @classmethod
+    def from_reports(cls, folders: Sequence[Path]) -> Variants:
+        """Read the variants of some runs.
 
-    Raises:
-        ReportError: if a model was not compared on a text.
-    """
-    size_by_source = {model.source: model.size_bytes for model in comparison.models}
-    variants = []
-    for model in comparison.models:
-        if model.source != comparison.base:
-            base_bytes = size_by_source.get(comparison.base or "", 0)
-            variant = variant_of(model.source, model.size_bytes, base_bytes, model)
-            if variant is None:
-                raise ReportError(f"{model.source}: was not compared with a base on a text; give a base and a text")
-            variants.append(variant)
-    return variants
+        Raises:
+            ReportError: if they were measured on different texts or models.
+        """
+        models = [from_report(folder) for folder in folders]
+        for variant in models[1:]:
+            for name in ("text", "base_bytes", "measure"):
+                if getattr(variant, name) != getattr(models[0], name):
+                    raise ReportError(
+                        f"{variant.source}: its {name.replace('_', ' ')} is {getattr(variant, name)}, but that of "
+                        f"{models[0].source} is {getattr(models[0], name)}; run compress compare --measure --base MODEL"
+                    )
+        return cls(models)
 
+    @classmethod
+    def from_comparison(cls, comparison: Comparison) -> Variants:
+        """Collect the variants of an evaluation; its base is not among them.
 
-def front(variants: Sequence[Variant]) -> list[bool]:
-    """Say of each variant whether none is as small with less loss, or smaller with as little loss."""
+        Raises:
+            ReportError: if a model was not compared on a text.
+        """
+        size_by_source = {model.source: model.size_bytes for model in comparison.models}
+        models = []
+        for model in comparison.models:
+            if model.source != comparison.base:
+                base_bytes = size_by_source.get(comparison.base or "", 0)
+                variant = variant_of(model.source, model.size_bytes, base_bytes, model)
+                if variant is None:
+                    raise ReportError(f"{model.source}: was not compared with a base on a text; give a base and a text")
+                models.append(variant)
+        return cls(models, comparison)
 
-    def dominates(a: Variant, b: Variant) -> bool:
-        no_worse = a.size_bytes <= b.size_bytes and a.loss <= b.loss
-        return no_worse and (a.size_bytes < b.size_bytes or a.loss < b.loss)
+    def on_front(self) -> list[bool]:
+        """Say of each variant whether none is as small with less loss, or smaller with as little loss."""
 
-    return [not any(dominates(rival, variant) for rival in variants) for variant in variants]
+        def dominates(a: Variant, b: Variant) -> bool:
+            no_worse = a.size_bytes <= b.size_bytes and a.loss <= b.loss
+            return no_worse and (a.size_bytes < b.size_bytes or a.loss < b.loss)
 
+        return [not any(dominates(rival, variant) for rival in self.models) for variant in self.models]
 
-def rows(variants: Sequence[Variant]) -> list[tuple[str, ...]]:
-    """List rows of `HEAD`, from the largest model to the smallest."""
-    on_front = dict(zip((variant.source for variant in variants), front(variants), strict=True))
-    return [
-        (
-            variant.source,
-            f"{variant.size_bytes / MB:.1f}",
-            f"{variant.smaller:.2f}x",
-            plus_minus(variant.loss, variant.loss_stderr, "+.4f"),
-            "" if variant.kl is None else plus_minus(variant.kl, variant.kl_stderr, ".4f"),
-            "" if variant.agreement is None else f"{variant.agreement:.1%}",
-            "" if variant.tasks is None else f"{variant.tasks:+.4f}",
-            "yes" if on_front[variant.source] else "",
-        )
-        for variant in sorted(variants, key=lambda variant: -variant.size_bytes)
-    ]
+    def table(self) -> ResultTable:
+        """Return a row for each variant, from the largest to the smallest."""
+        on_front = dict(zip((variant.source for variant in self.models), self.on_front(), strict=True))
+        rows = [
+            (
+                variant.source,
+                f"{variant.size_bytes / MB:.1f}",
+                f"{variant.smaller:.2f}x",
+                plus_minus(variant.loss, variant.loss_stderr, "+.4f"),
+                "" if variant.kl is None else plus_minus(variant.kl, variant.kl_stderr, ".4f"),
+                "" if variant.agreement is None else f"{variant.agreement:.1%}",
+                "" if variant.tasks is None else f"{variant.tasks:+.4f}",
+                "yes" if on_front[variant.source] else "",
+            )
+            for variant in sorted(self.models, key=lambda variant: -variant.size_bytes)
+        ]
+        head = tuple(self.models[0].measure if name == LOSS else name for name in HEAD)
+        return ResultTable(self.models[0].text, head, rows).without_empty_columns()
 
+    def tables(self) -> list[ResultTable]:
+        """Return `table`."""
+        return [self.table()]
 
-def head(variants: Sequence[Variant]) -> tuple[str, ...]:
-    """Return `HEAD` with the name of what is measured."""
-    return tuple(variants[0].measure if name == LOSS else name for name in HEAD)
+    def verdicts(self) -> list[str]:
+        """Return a sentence for each variant: its size, and what the measurements of its quality show."""
+        return [f"{variant.source}: {verdict(variant)}" for variant in self.models]
+
+    def picture(self) -> Picture:
+        """Draw the comparison as an image."""
+        return picture_of([self._chart(f"Measured on {self.models[0].text}")])
+
+    def html(self) -> str:
+        """Render the comparison as a page: the chart, the verdicts and the table."""
+        text = f"Measured on {self.models[0].text}. Bars are one standard error; the line joins the Pareto front."
+        table = self.table()
+        parts = [
+            PageSection("plot", "", [Prose(text), self._chart("Size and quality")]),
+            PageSection("verdicts", "Verdicts", [Items(self.verdicts())]),
+            PageSection("table", "ResultTable", [TextTable(table.head, table.rows)]),
+        ]
+        return page(f"{len(self.models)} variants of one model", "compress compare", parts)
+
+    def _chart(self, title: str) -> ScatterChart:
+        """Draw the loss of each variant over its size, with standard errors; a line joins the Pareto front."""
+        points = [
+            Point(
+                name=Path(variant.source).name,
+                x=variant.size_bytes / MB,
+                y=variant.loss,
+                error=variant.loss_stderr or 0.0,
+                text=f"{variant.source}: {verdict(variant)}",
+                is_main=is_on_front,
+            )
+            for variant, is_on_front in zip(self.models, self.on_front(), strict=True)
+        ]
+        measure = self.models[0].measure
+        y_name = "loss minus that of the base model, nats per token" if measure == LOSS else measure
+        return ScatterChart(title, points, "size of the checkpoint, MB", upper_first(y_name))
 
 
 def verdict(variant: Variant) -> str:
     """Describe a variant in words: its size, and what the measurements of its quality show."""
     distance = f"{variant.measure} {plus_minus(variant.loss, variant.loss_stderr, '.4f')}"
     return f"{variant.smaller:.2f}x smaller; {variant.verdict or distance}"
-
-
-def chart(variants: Sequence[Variant], title: str) -> ScatterChart:
-    """Draw the loss of each variant over its size, with standard errors; a line joins the Pareto front."""
-    points = [
-        Point(
-            name=Path(variant.source).name,
-            x=variant.size_bytes / MB,
-            y=variant.loss,
-            error=variant.loss_stderr or 0.0,
-            text=f"{variant.source}: {verdict(variant)}",
-            is_main=is_on_front,
-        )
-        for variant, is_on_front in zip(variants, front(variants), strict=True)
-    ]
-    is_loss = variants[0].measure == LOSS
-    y_name = "loss minus that of the base model, nats per token" if is_loss else variants[0].measure
-    return ScatterChart(title, points, "size of the checkpoint, MB", upper_first(y_name))
-
-
-def picture(variants: Sequence[Variant]) -> Picture:
-    """Draw the comparison as an image."""
-    return picture_of([chart(variants, f"Measured on {variants[0].text}")])
-
-
-def html(variants: Sequence[Variant]) -> str:
-    """Render the comparison as a page: the chart, the verdicts and the table."""
-    sentences = Items([f"{variant.source}: {verdict(variant)}" for variant in variants])
-    text = f"Measured on {variants[0].text}. Bars are one standard error; the line joins the Pareto front."
-    table = TextTable(*without_empty_columns(head(variants), rows(variants)))
-    parts = [
-        PageSection("plot", "", [Prose(text), chart(variants, "Size and quality")]),
-        PageSection("verdicts", "Verdicts", [sentences]),
-        PageSection("table", "Table", [table]),
-    ]
-    return page(f"{len(variants)} variants of one model", "compress compare", parts)

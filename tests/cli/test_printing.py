@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 from compress.cli import main
 from compress.cli.show import print_table, printable
+from compress.recipe.tables import ResultTable
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b"
 
@@ -37,7 +38,7 @@ def test_errors_do_not_command_the_terminal(tmp_path):
 
 
 def test_a_long_table_is_printed_as_columns(capsys):
-    print_table("", ("module", "bytes"), [(f"layers.{i}\x1b", f"{i}") for i in range(20_000)])
+    print_table(ResultTable("", ("module", "bytes"), [(f"layers.{i}\x1b", f"{i}") for i in range(20_000)]))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 20_001
     assert lines[0].split() == ["module", "bytes"] and lines[-1].split() == [r"layers.19999\x1b", "19999"]

@@ -1,17 +1,46 @@
-"""Tables in files and pipes are not folded to the width of a terminal, unless COLUMNS says so."""
+"""A table is not broken: a pipe gets whole rows, and a terminal that is too narrow for them gets a line for each cell."""
 
 import pytest
 
 from compress.cli.show import print_table
+from compress.recipe.tables import SHOWN, ResultTable, Shown
 
 ROW = ("out/small", "a text that is far too long for a narrow column " * 2, "1.2345 ± 0.0012")
+TABLE = ResultTable("title", ("model", "text", "loss ± se"), [ROW, ("out/large", "", "1.2000 ± 0.0010")])
 
 
-@pytest.mark.parametrize(("columns", "folded"), [(None, False), ("60", True)])
-def test_a_row_in_a_pipe_is_one_line(capsys, monkeypatch, columns, folded):
+@pytest.mark.parametrize("columns", [None, "60", "130"])
+def test_no_cell_is_broken(columns, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-    print_table("title", ("model", "text", "loss"), [ROW])
+    print_table(TABLE)
     lines = capsys.readouterr().out.splitlines()
-    assert any(all(part.strip() in line for part in ROW) for line in lines) != folded
+    is_record = columns == "60"
+    assert any(all(part.strip() in line for part in ROW) for line in lines) != is_record
+    assert all(any(cell.strip() in line for line in lines) for row in TABLE.rows for cell in row)
+    if is_record:
+        assert lines[:2] == ["title", "out/small"] and "  loss ± se  1.2345 ± 0.0012" in lines
+        assert lines[-2:] == ["out/large", "  loss ± se  1.2000 ± 0.0010"]
+
+
+class Hundred(Shown):
+    def tables(self):
+        return [ResultTable("<b>title", ("a", "b"), [(f"<{i}>", "1") for i in range(100)])]
+
+
+def test_a_result_in_python_fits_on_a_screen():
+    lines = repr(Hundred()).splitlines()
+    assert lines[0] == "<b>title" and len(lines) == SHOWN + 3 and str(Hundred()) == repr(Hundred())
+    assert lines[-1] == f"... and {100 - SHOWN} rows more"
+
+
+def test_a_result_in_a_notebook_is_escaped_html():
+    text = Hundred()._repr_html_()
+    assert text.count("<tr>") == SHOWN + 1 and "&lt;0&gt;" in text and "<b>" not in text and "rows more" in text
+
+
+def test_empty_columns_are_removed():
+    assert ResultTable("", ("a", "b", "c"), [("1", "", "2")]).without_empty_columns() == ResultTable(
+        "", ("a", "c"), [("1", "2")]
+    )

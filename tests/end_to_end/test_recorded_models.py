@@ -29,7 +29,7 @@ from compress.passes.contract.observers import InputNorm
 from compress.passes.contract.passes import LayerPass
 from compress.passes.contract.processes import Processes
 from compress.pipeline.divide import check_divided, own_batches
-from compress.pipeline.evaluation import evaluate_models
+from compress.pipeline.evaluation import evaluate
 from compress.train.curvature import weight_curvature
 from compress.train.objective import LanguageLoss
 
@@ -351,7 +351,7 @@ def test_what_a_recording_does_not_answer(options, said, asked, folder, recordin
     with pytest.raises((RecipeError, CalibrationError), match=said):
         compress.plan(asked(RTN(**INT4), eval=wanted))
     with pytest.raises((RecipeError, CalibrationError), match=said):
-        evaluate_models([folder], wanted, work=None)
+        evaluate([folder], wanted, work=None)
 
 
 def test_what_only_a_suite_asks_is_left_out_with_a_note(asked, recordings, tmp_path):

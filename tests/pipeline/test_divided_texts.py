@@ -17,7 +17,7 @@ from compress.data.sources import embedded_text
 from compress.data.text_source import TextSource
 from compress.errors import RecipeError
 from compress.passes.contract.journal import Journal
-from compress.pipeline.evaluation import evaluate_models
+from compress.pipeline.evaluation import evaluate
 from compress.pipeline.texts import with_divided_texts
 
 TEXT = "\n\n".join(embedded_text("calibration"))[:80_000]
@@ -89,11 +89,11 @@ def test_other_files_with_the_same_text_are_named(pico, files, tmp_path, test, e
     assert [entry.kind for entry in heard if entry.message.startswith(message)] == ["warning"]
     assert all("alibration has read" in text and f"{overlap:.1%}" in text for text in texts)
     # the checkpoint remembers it
-    measured = evaluate_models([str(out)], drawn.eval, work=None)
+    measured = evaluate([str(out)], drawn.eval, work=None)
     assert measured.models[0].texts[0].overlap == pytest.approx(overlap, abs=0.1)
     assert any(note.startswith(f"warning: {out}: calibration has read") for note in measured.notes)
     other = drawn.eval.model_copy(update={"perplexity": (str(files / "other.txt"),)})
-    assert evaluate_models([str(out)], other, work=None).models[0].texts[0].overlap == 0
+    assert evaluate([str(out)], other, work=None).models[0].texts[0].overlap == 0
 
 
 def test_what_the_recipe_states_stays(pico, files):
@@ -208,15 +208,15 @@ def test_eval_reads_the_share_that_the_calibration_left(pico, files, tmp_path):
     report = compress.run(recipe_on(pico, text, text), tmp_path / "divided", progress=False).report
     shutil.copy(files / "text.txt", tmp_path / "renamed.txt")
     settings = Evaluate(perplexity=(str(tmp_path / "renamed.txt"),), windows=None, length=64, top_k=None)
-    measured = evaluate_models([pico, str(tmp_path / "divided")], settings, work=None)
+    measured = evaluate([pico, str(tmp_path / "divided")], settings, work=None)
     assert measured.models[1].texts[0].overlap == 0 and not any(note.startswith("warning") for note in measured.notes)
     assert [note for note in measured.notes if "characters 1 to 20000 of 80000 are read" in note]
     share = Evaluate(perplexity=(text,), windows=8, length=64, top_k=None)
-    [again] = evaluate_models([str(tmp_path / "divided")], share, work=None).models
+    [again] = evaluate([str(tmp_path / "divided")], share, work=None).models
     assert again.texts[0].sha256 == report["perplexity"][0]["sha256"]
     whole = settings.model_copy(update={"perplexity": (TextSource(source=text, divided=False),)})
-    [read] = evaluate_models([str(tmp_path / "divided")], whole, work=None).models
+    [read] = evaluate([str(tmp_path / "divided")], whole, work=None).models
     assert read.texts[0].overlap > 0
     compress.run(recipe_on(pico, text, other), tmp_path / "apart", progress=False)
-    apart = evaluate_models([str(tmp_path / "apart")], settings, work=None)
+    apart = evaluate([str(tmp_path / "apart")], settings, work=None)
     assert apart.models[0].texts[0].overlap > 0 and any(note.startswith("warning: ") for note in apart.notes)

@@ -15,7 +15,7 @@ from compress import Evaluate
 from compress.cli import main
 from compress.errors import ModelError
 from compress.passes.contract.journal import Journal
-from compress.pipeline.evaluation import evaluate_models
+from compress.pipeline.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def settings(texts):
 
 
 def test_models_are_compared_on_the_same_windows(variant, pico, settings, tmp_path):
-    found = evaluate_models([variant, pico], settings, base=pico, work=tmp_path)
+    found = evaluate([variant, pico], settings, base=pico, work=tmp_path)
     base, small = found.models
     assert (found.base, base.source, small.source) == (pico, pico, variant)
     [before], [after] = base.texts, small.texts
@@ -49,22 +49,24 @@ def test_models_are_compared_on_the_same_windows(variant, pico, settings, tmp_pa
 
 
 def test_the_base_is_measured_once(variant, pico, settings, tmp_path, monkeypatch):
-    first = evaluate_models([pico, variant], settings, work=tmp_path)
+    first = evaluate([pico, variant], settings, work=tmp_path)
     ran = []
     monkeypatch.setattr("compress.evaluate.windows.measure_window", lambda *_: ran.append(1))
-    again = evaluate_models([pico, variant], settings, work=tmp_path)
+    again = evaluate([pico, variant], settings, work=tmp_path)
     assert ran == [] and again == first
 
 
 def test_progress_names_the_model(variant, pico, settings, tmp_path):
     journal, told = Journal(), []
     journal.listeners.append(lambda entry: told.append(entry.message))
-    evaluate_models([pico, variant], settings, work=tmp_path, journal=journal)
-    assert {message.removeprefix("perplexity of ").partition(" on ")[0] for message in told} == {pico, variant}
+    evaluate([pico, variant], settings, work=tmp_path, journal=journal)
+    assert [message for message in told if message.startswith("opening ")] == [f"opening {pico}", f"opening {variant}"]
+    counted = [message for message in told if not message.startswith("opening ")]
+    assert {message.removeprefix("perplexity of ").partition(" on ")[0] for message in counted} == {pico, variant}
 
 
 def test_one_model_has_no_base(pico, settings, tmp_path):
-    found = evaluate_models([pico], settings, work=tmp_path)
+    found = evaluate([pico], settings, work=tmp_path)
     assert found.base is None and found.models[0].evaluations["generation"] is None
     assert found.models[0].texts[0].compressed.perplexity > 1
 
@@ -80,7 +82,7 @@ def test_different_tokenizers_cannot_be_compared(pico, settings, tmp_path):
     tokens[a], tokens[b] = tokens[b], tokens[a]
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
     with pytest.raises(ModelError, match=r"have different tokenizers \(token \d+ is .*evaluate them in two calls"):
-        evaluate_models([pico, str(other)], settings, work=tmp_path / "w", on_failure=told.append)
+        evaluate([pico, str(other)], settings, work=tmp_path / "w", on_failure=told.append)
     [found] = told  # what was measured before
     assert [model.source for model in found.models] == [pico] and found.models[0].texts[0].compressed.perplexity > 1
 
@@ -124,7 +126,7 @@ def test_files_of_llama_cpp_are_told_apart_and_have_a_size(pico, settings, tmp_p
         model, tokenizer = compress.load(pico)
         compress.apply(model, compress.RTN(weights="int4_signed", group_size=32, scale=search))
         folders.append(str(compress.save(model, tmp_path / search, format="gguf", tokenizer=tokenizer)))
-    one, other = evaluate_models(folders, settings, base=folders[0], work=tmp_path / "work").models
+    one, other = evaluate(folders, settings, base=folders[0], work=tmp_path / "work").models
     assert one.digest != other.digest
     assert all(m.size_bytes == Path(m.source, "model.gguf").stat().st_size for m in (one, other))
 

@@ -4,6 +4,7 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -19,6 +20,11 @@ def hear(console: Console) -> None:
             journal.add(
                 "progress", "passes[0] gptq", f"model.layers.{block}", block=block, blocks=40, step="passes[0] gptq"
             )
+        journal.add(
+            "progress",
+            "verify",
+            "verifying the checkpoint in out/a-folder-with-a-name-that-is-as-long-as-the-line-of-a-terminal",
+        )
         journal.add("progress", "evaluate", "perplexity of the base model", done=1, of=2)
         journal.add("fallback", "passes[0] gptq x", "[damping] raised")
         journal.add("note", "model", "not shown while it runs")
@@ -30,7 +36,9 @@ def test_a_bar_on_a_terminal():
     hear(Console(file=file, force_terminal=True, width=100, markup=False))
     assert "\x1b[" in file.getvalue() and "━" in file.getvalue()
     text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", file.getvalue())
-    assert "model.layers.39  passes[0] gptq" in text and "39/40" in text
+    assert "model.layers.39  passes[0] gptq" in text and "40/40" in text
+    end = text.splitlines()[-2:]
+    assert "40/40" in end[0] and "2/2" in end[1] and "verifying the checkpoint" not in "".join(end)
     assert "fallback: passes[0] gptq x: [damping] raised" in text
 
 
@@ -39,9 +47,23 @@ def test_a_line_per_tenth_where_there_is_no_terminal():
     hear(Console(file=file, width=100, markup=False))
     lines = file.getvalue().splitlines()
     assert [line for line in lines if "gptq  " in line] == [
-        f"model.layers.{i}  passes[0] gptq  {i}/40" for i in range(0, 40, 4)
+        *(f"model.layers.{i}  passes[0] gptq  {i}/40" for i in range(0, 40, 4)),
+        "model.layers.39  passes[0] gptq  40/40",
     ]
-    assert lines[-2:] == ["perplexity of the base model  1/2", "fallback: passes[0] gptq x: [damping] raised"]
+    assert [line for line in lines if "gptq  " not in line] == [
+        "verifying the checkpoint in out/a-folder-with-a-name-that-is-as-long-as-the-line-of-a-terminal",
+        "perplexity of the base model  1/2",
+        "fallback: passes[0] gptq x: [damping] raised",
+        "perplexity of the base model  2/2",
+    ]
+
+
+def test_a_run_that_fails_is_not_shown_as_complete():
+    file, journal = io.StringIO(), Journal()
+    with pytest.raises(RuntimeError), shown_progress(journal, Console(file=file, width=100, markup=False)):
+        journal.add("progress", "evaluate", "perplexity", done=1, of=2)
+        raise RuntimeError
+    assert file.getvalue() == "perplexity  1/2\n"
 
 
 def test_run_shows_progress_unless_told_otherwise(recipe, tmp_path, capsys):

@@ -13,8 +13,7 @@ from compress.report.charts import MOST_POINTS, thinned
 from compress.report.depth import by_kind, kind_and_depth
 from compress.report.names import short_name
 from compress.report.page.blocks import Code, PageBlock
-from compress.report.pareto import Variant
-from compress.report.pareto import html as comparison
+from compress.report.pareto import Variant, Variants
 from compress.report.render import html
 from compress.report.sections import SECTIONS
 from compress.report.sections.base import Section
@@ -261,6 +260,6 @@ def test_a_comparison():
     def variant(source, size, loss):
         return Variant(source=source, size_bytes=size, base_bytes=10**9, text="t", loss=loss, loss_stderr=0.01)
 
-    read = Reader(comparison([variant(f"out/{HOSTILE}", 3 * 10**8, 0.2), variant("out/b", 2 * 10**8, 0.1)]))
+    read = Reader(Variants([variant(f"out/{HOSTILE}", 3 * 10**8, 0.2), variant("out/b", 2 * 10**8, 0.1)]).html())
     assert len(read.found("title")) == 1 + 2 and not read.found("script")
     assert "out/b: 5.00x smaller; loss - base 0.1000 ± 0.0100" in read.text

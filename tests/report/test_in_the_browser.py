@@ -5,8 +5,7 @@ from browser import FOUND, REASON, browser
 from sample_report import HOSTILE, sample
 
 from compress.evaluate.result import RunResult
-from compress.report.pareto import Variant
-from compress.report.pareto import html as comparison
+from compress.report.pareto import Variant, Variants
 from compress.report.render import html
 
 pytestmark = pytest.mark.skipif(FOUND is None, reason=REASON)
@@ -96,7 +95,7 @@ def pages(tmp_path_factory):
     texts = {
         "report": html(RunResult.from_json(sample("organization/a-model-with-a-rather-long-name-135M-Instruct-2026"))),
         "hostile": html(RunResult.from_json(sample(HOSTILE))),
-        "comparison": comparison(variants),
+        "comparison": Variants(variants).html(),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")

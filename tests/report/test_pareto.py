@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import compress
 from compress.cli import main
-from compress.report.pareto import Variant, from_report, from_reports, front, picture, rows, verdict
+from compress.report.pareto import Variant, Variants, from_report, verdict
 
 
 def variant(source, size, loss, stderr=0.01, text="a text"):
@@ -18,9 +18,11 @@ def variant(source, size, loss, stderr=0.01, text="a text"):
 
 def test_the_front_by_hand():
     made = [variant("a", 100, 0.5), variant("b", 200, 0.2), variant("c", 150, 0.6), variant("d", 300, 0.2)]
-    assert front(made) == [True, True, False, False]
-    assert front(made[:1]) == [True] and front([variant("x", 1, 1), variant("y", 1, 1)]) == [True, True]
-    assert [row[0] for row in rows(made)] == ["d", "b", "c", "a"]
+    assert Variants(made).on_front() == [True, True, False, False]
+    assert Variants(made[:1]).on_front() == [True]
+    assert Variants([variant("x", 1, 1), variant("y", 1, 1)]).on_front() == [True, True]
+    assert [row[0] for row in Variants(made).table().rows] == ["d", "b", "c", "a"]
+    assert repr(Variants(made)).splitlines()[2].split() == ["d", "0.0", "3.33x", "+0.2000", "±", "0.0100"]
 
 
 def test_the_verdict_in_words():
@@ -31,7 +33,7 @@ def test_the_verdict_in_words():
 
 
 def test_the_picture_escapes_names_and_is_xml():
-    text = str(picture([variant("<script>alert(1)", 100, 0.5, text="<b>"), variant("b", 200, 0.2)]))
+    text = str(Variants([variant("<script>alert(1)", 100, 0.5, text="<b>"), variant("b", 200, 0.2)]).picture())
     drawn = ElementTree.fromstring(text)
     assert len(drawn.findall(".//{*}title")) == 1 + 2 and "<script>" not in text and "&lt;script&gt;" in text
 
@@ -91,4 +93,4 @@ def test_without_a_base_nothing_is_compared(finished, texts, tmp_path):
     args = ["--measure", "--text", texts["test"], "--windows", 1, "--length", 32, "--work", str(tmp_path / "w")]
     done = call(finished / "small", *args)
     assert done.exit_code == 2 and "nothing is compared with the base; name another MODEL too" in done.stderr
-    assert from_reports([Path(finished / "small")])[0].base_bytes > 0
+    assert Variants.from_reports([Path(finished / "small")]).models[0].base_bytes > 0

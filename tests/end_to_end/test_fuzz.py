@@ -107,6 +107,14 @@ CASES = {
         config(lambda v: layers(v)["parts"][0].update(grid="int99")),
         "grid 'int99' is not known; did you mean 'int",
     ),
+    "many parts": (
+        config(lambda v: layers(v).update(parts=layers(v)["parts"] * 65 + [0])),
+        "up_proj: a layer has 66 parts, but it must have at most 64",
+    ),
+    "many transforms": (
+        config(lambda v: layers(v).update(transforms=[0] * 65)),
+        "up_proj: a layer has 65 transforms, but it must have at most 64",
+    ),
     "a negative shape": (config(lambda v: layers(v).update(shape=[-64, 32])), "must be from 1 to"),
     "a group of a wrong type": (
         config(lambda v: layers(v)["parts"][0].update(group_size=[16])),

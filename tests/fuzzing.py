@@ -9,6 +9,7 @@ transformers alone, whose own errors, memory and files are not judged: there a f
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -41,9 +42,11 @@ from compress.errors import CompressError
 from compress.kernels.dispatch import plain_torch
 
 PICO = Path(__file__).parent / "pico" / "model"
-SECONDS = 60.0
+CPU_SECONDS = 60.0
+WALL_SECONDS = 900.0
+"""Limits of an input. Other processes delay it, so the limit of wall time is only for one that waits forever."""
 CONSTANT = 96 << 20
-"""Seconds for an input, and bytes of memory for any input beyond twice its files."""
+"""Bytes of memory for any input beyond twice its files."""
 
 
 # Checkpoints of every format
@@ -131,7 +134,7 @@ class Outcome:
 
 
 class TooLong(BaseException):
-    """An input took longer than `SECONDS`."""
+    """An input took more time than it has."""
 
 
 @dataclass
@@ -141,6 +144,7 @@ class Watch:
     outside: Path
     on: bool = False
     seen: list[str] = field(default_factory=list)
+    earlier: frozenset[str] = frozenset()
 
     def hear(self, event: str, args: Any) -> None:
         """An audit hook."""
@@ -153,11 +157,22 @@ class Watch:
         elif self.on and event == "pickle.find_class":
             self.seen.append(f"pickle asked for {args}")
 
+    def begin(self) -> None:
+        """Forget what an earlier input did. The garbage of its model, which transformers may have read, holds files."""
+        self.seen.clear()
+        if self._mappings():
+            gc.collect()
+        self.earlier = self._mappings()
+
     def mapped(self) -> None:
         """Note files of the folder that are memory-mapped; safetensors opens files without an audit event."""
-        maps = Path("/proc/self/maps")
-        if maps.exists() and f"{self.outside}/" in maps.read_text():
+        if self._mappings() - self.earlier:
             self.seen.append(f"mapped a file of {self.outside}")
+
+    def _mappings(self) -> frozenset[str]:
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text().splitlines() if maps.exists() else []
+        return frozenset(line for line in lines if f"{self.outside}/" in line)
 
 
 class Fuzzer:
@@ -186,7 +201,7 @@ class Fuzzer:
         changes = chance.choices(CHANGES, k=chance.choice([1, 1, 1, 2, 3]))
         for change in changes:
             change(Draw(self.folder, self.outside, chance))
-        self.watch.seen.clear()
+        self.watch.begin()
         before, reader = reset_peak(), reader_of(seed, name)
         with quiet():
             found = self._read(reader, name, runs=set(changes) <= {indexes, layer})
@@ -204,7 +219,7 @@ class Fuzzer:
         """Read an input, and, if it `runs` and can, compute with it: indexes that are not checked end the process."""
         try:
             self.watch.on = True
-            with nullcontext() if reader is read_by_transformers else within(SECONDS):
+            with nullcontext() if reader is read_by_transformers else within(CPU_SECONDS):
                 found = reader(self.folder)
                 self.watch.mapped()
                 if runs and reader is compress.load:
@@ -224,7 +239,7 @@ class Fuzzer:
                 return Outcome("error of transformers", str(error), None)
             if not isinstance(error, TooLong):
                 return Outcome("exception", traceback.format_exc(), f"{type(error).__name__}: {error}"[:300])
-            return Outcome("hang", "", f"more than {SECONDS} seconds")
+            return Outcome("hang", traceback.format_exc(), str(error))
         finally:
             self.watch.on = False
         del found
@@ -233,7 +248,7 @@ class Fuzzer:
     def _check(self, name: str) -> Outcome:
         """The outcome of an input that became a model: its digests must reject it, unless it is as it was written."""
         try:
-            with within(SECONDS):
+            with within(CPU_SECONDS):
                 verify_digests(self.folder)
         except CompressError as error:
             return Outcome("model that its digests reject", str(error), None)
@@ -295,19 +310,25 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raise TooLong after some seconds."""
+def within(cpu_seconds: float, wall_seconds: float = WALL_SECONDS) -> Iterator[None]:
+    """Raise TooLong after some seconds of processor time of this process, or after some seconds of wall time."""
 
-    def late(*_: object) -> None:
-        raise TooLong
+    def late(signum: int, _: object) -> None:
+        kind = "processor" if signum == signal.SIGPROF else "wall"
+        raise TooLong(f"more than {seconds_by_signal[signum]:g} seconds of {kind} time")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
+    seconds_by_signal: dict[int, float] = {signal.SIGPROF: cpu_seconds, signal.SIGALRM: wall_seconds}
+    handlers = {signum: signal.signal(signum, late) for signum in timers}
     try:
+        for signum, timer in timers.items():
+            signal.setitimer(timer, seconds_by_signal[signum])
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers.values():
+            signal.setitimer(timer, 0)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from compress.checkpoint.sources.files import Pooling
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
+from compress.models.forward import device_of_model
 from compress.models.kinds.batch import Batch, Examples
 from compress.models.kinds.contract import DISTRIBUTIONS, Compared, required_answer, run_on
 from compress.models.kinds.kinds import kind_of
@@ -198,7 +199,7 @@ def answer(model: nn.Module, window: Batch, index: int, compared: Compared, pool
     Raises:
         NumericError: for an output that is NaN or infinite.
     """
-    output = required_answer(run_on(model, window.to(next(model.parameters()).device)))
+    output = required_answer(run_on(model, window.to(device_of_model(model))))
     if not bool(output.isfinite().all()):
         raise NumericError(
             f"the model's output is NaN or infinite on window {index} of the evaluation text; evaluate it with dtype "

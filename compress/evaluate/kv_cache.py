@@ -13,6 +13,7 @@ from compress.checkpoint.caches import stated_policy
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.models.caches.attentions import attentions_with_cache, cache_policies, read_keys_and_values, watching
 from compress.models.caches.base import CACHE_PARTS
+from compress.models.forward import device_of_model
 from compress.models.kinds.contract import run_on
 from compress.numerics.metrics import relative_error
 
@@ -80,7 +81,7 @@ class KVCache(Evaluator):
                     errors[f"{part}, {text}"].append(relative_error(approximation, x))
 
         with watching(attentions_with_cache(model), see), torch.no_grad():
-            run_on(model, context.probe.to(next(model.parameters()).device))
+            run_on(model, context.probe.to(device_of_model(model)))
         return {
             "bytes_per_token": {"before": bytes_before, "after": bytes_after},
             "simulated": any(policy.simulated for policy in policies.values()),

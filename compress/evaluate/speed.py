@@ -24,6 +24,7 @@ from compress.errors import ModelError, reported_as
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
 from compress.layers.linear import CompressedLinear
+from compress.models.forward import device_of_model
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import answers_prompts, described
 from compress.native.library import instruction_set
@@ -132,7 +133,7 @@ def prompts(model: PreTrainedModel, batch: int, length: int) -> Int[Tensor, "bat
     """Draw random token ids, which are equal for models of one vocabulary."""
     size = text_config(model.config).vocab_size
     drawn = torch.randint(size, (batch, length), generator=torch.Generator().manual_seed(0))
-    return drawn.to(next(model.parameters()).device)
+    return drawn.to(device_of_model(model))
 
 
 def read_bandwidth() -> float:

@@ -22,6 +22,7 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import SampledDistribution
 from compress.evaluate.store import Results
+from compress.models.forward import device_of_model
 from compress.models.kinds.batch import IDS, IGNORED, Batch, Examples
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
@@ -96,7 +97,7 @@ def measure_windows(
 def measure_window(model: nn.Module, window: Batch, index: int, task: WindowTask) -> Window:
     """Measure one window; masks and scored targets depend on its index."""
     begin, lm_objective = perf_counter(), task.lm_objective
-    shown = Examples((window.to(next(model.parameters()).device),))
+    shown = Examples((window.to(device_of_model(model)),))
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [index]).logits, shown, [index])
     positions = (lm_objective.targets(shown, [index])[0] != IGNORED).nonzero()[:, 0] + lm_objective.shift
     if task.stride is not None and index > 0:

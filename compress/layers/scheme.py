@@ -243,6 +243,9 @@ class LayerScheme:
             raise ValueError(f"shape is {str(shape)[:100]}, but it must be two numbers: outputs and inputs")
         if not all(isinstance(scheme_list, list) for scheme_list in lists) or not lists[0]:
             raise ValueError("parts must be a list with at least one part, transforms a list")
+        for key, scheme_list in zip(("parts", "transforms"), lists, strict=True):
+            if len(scheme_list) > MOST_PARTS:  # before they are read
+                raise ValueError(f"a layer has {len(scheme_list)} {key}, but it must have at most {MOST_PARTS}")
         parts, transforms = (tuple(read_scheme(scheme_list) for scheme_list in scheme_list) for scheme_list in lists)
         scheme = cls((shape[0], shape[1]), parts, transforms, values.get("role", "linear"))
         scheme.check()
@@ -256,8 +259,6 @@ class LayerScheme:
         """
         if not all(1 <= size <= LARGEST_SIZE for size in self.shape):
             raise ValueError(f"shape is {list(self.shape)}, but outputs and inputs must be from 1 to {LARGEST_SIZE}")
-        if len(self.parts) > MOST_PARTS:
-            raise ValueError(f"a layer has {len(self.parts)} parts, but it must have at most {MOST_PARTS}")
         if self.role not in ROLES:
             raise ValueError(f"role {str(self.role)[:100]!r} is none of {', '.join(ROLES)}")
         kinds = (self.parts, PartScheme), (self.transforms, TransformScheme)

@@ -33,12 +33,16 @@ def skipping(blocks: Sequence[Block], indices: Collection[int]) -> Iterator[None
         yield
 
 
+def device_of_model(model: nn.Module) -> torch.device:
+    """Return the device of a model. Its blocks may have no weights yet, and a compressed embedding has only buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next(tensor.device for tensor in tensors if not tensor.is_meta)
+
+
 def logits_of(model: nn.Module, batch: Batch) -> Float[Tensor, "*batch cells"]:
     """The model's answer (`answer_of`) in float32: its logits, or the last hidden states of an encoder."""
-    tensors = (*model.parameters(), *model.buffers())
-    device = next(tensor.device for tensor in tensors if not tensor.is_meta)  # weights of blocks may not be there yet
     with torch.no_grad():
-        return required_answer(run_on(model, batch.to(device))).float()
+        return required_answer(run_on(model, batch.to(device_of_model(model)))).float()
 
 
 def states(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> list[Tensor]:
@@ -71,7 +75,7 @@ def total_loss(model: nn.Module, example: Batch, lm_objective: ModelKind, row: i
         lm_objective: makes the targets.
         row: number of the sequence, on which the masks depend.
     """
-    shown = Examples((example.to(next(model.parameters()).device),))
+    shown = Examples((example.to(device_of_model(model)),))
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [row]).logits, shown, [row])
     rows = rows_of_chunk(logits.shape[-1])
     pairs = zip(logits.split(rows), targets.split(rows), strict=True)

@@ -24,6 +24,7 @@ from compress.pipeline.notes import (
     undeclared_notes,
 )
 from compress.pipeline.readers import check_reader
+from compress.pipeline.reference import note_on_reference
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts, texts_of
@@ -73,6 +74,7 @@ CHECKS: tuple[Check, ...] = (
     check_teachers,
     check_original,
     check_reader,
+    note_on_reference,
     undeclared_notes,
     misread_notes,
     storage_notes,

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.caches import stated_policy
-from compress.checkpoint.formats.base import StoredLayer
+from compress.checkpoint.formats.base import Format, StoredLayer
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.attentions import cache_policies
@@ -34,12 +34,15 @@ def not_asked(recipe: Recipe, config: PretrainedConfig) -> str | None:
 
 
 def unreadable(
-    recipe: Recipe, model: nn.Module, schemes: Mapping[str, LayerScheme], dtype: torch.dtype, stated: bool
+    format_: Format, model: nn.Module, schemes: Mapping[str, LayerScheme], dtype: torch.dtype, stated: bool
 ) -> str | None:
-    """Why transformers cannot load a checkpoint of the model, or None.
+    """Return why transformers cannot load a checkpoint of a model, or None.
 
-    schemes: the stored schemes of linears by full name; others are dense. dtype: of loading. stated: whether the
-    format states the cache policy.
+    Args:
+        format_: format of the checkpoint.
+        schemes: stored schemes of linears by full name; others are dense.
+        dtype: dtype of loading.
+        stated: whether the format states the cache policy.
     """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
@@ -53,7 +56,7 @@ def unreadable(
         scheme = schemes.get(name, LayerScheme(layer.shape))
         overrides_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight, overrides_forward))
-    return recipe.save.target().unreadable(layers, dtype)
+    return format_.unreadable(layers, dtype)
 
 
 def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
@@ -89,7 +92,7 @@ def check_reader(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]
     schemes = {n: format_.adapt(layer.scheme) or LayerScheme(layer.scheme.shape) for n, layer in facts.items()}
     policies = cache_policies(form.model) | planned_policies(resolved)
     stated = stated_policy(form.model, policies, format_) is not None
-    reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
+    reason = unreadable(format_, form.model, schemes, form.dtype, stated)
     return () if reason is None else (unverified(reason),)
 
 

@@ -37,6 +37,7 @@ from compress.models.kinds.batch import Batch
 from compress.models.quiet import quiet_transformers
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
+from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes
 from compress.pipeline.readers import OWN, not_asked, unreadable
 from compress.recipe.schema import Recipe
@@ -95,7 +96,7 @@ def verify(
         schemes = {name: CompressedLinear.of(layer).scheme for name, layer in linears(model).items()}
         stated = stated_policy(model, cache_policies(model), format_) is not None
         own_classes = Checkpoint.open(folder, trust_remote_code=recipe.trust_remote_code).skeleton()
-        skipped = unreadable(recipe, own_classes, schemes, dtype, stated)
+        skipped = unreadable(format_, own_classes, schemes, dtype, stated)
         skipped = skipped or _no_memory(model, dtype, folder, run.device)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
@@ -108,13 +109,12 @@ def verify(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
     try:
-        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_.file).to(run.device)
+        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_.file)
     except CannotRun as error:
         reason = f"transformers cannot load the checkpoint: {error.cause}"
         raise VerificationError(f"{folder}: {reason}{_without_transformers()}") from error
-    _cast_dequantized(reloaded, dtype, run)
+    reloaded = runnable(reloaded, dtype, run.device, run.journal)
     _copy_cache_policies(model, reloaded, run)
-    _dequantize_on_demand(reloaded)
     logits = logits_of(reloaded, batch).cpu()
     own_order = max(TOLERANCE, torch.finfo(dtype).eps)  # transformers adds the outputs of experts in another order
     tolerance = ROUNDED_TOLERANCE if kinds else own_order
@@ -160,7 +160,15 @@ def _copy_cache_policies(model: nn.Module, reloaded: nn.Module, run: Run) -> Non
         run.journal.add("note", "verify", message, attentions=len(names))
 
 
-def _cast_dequantized(model: nn.Module, dtype: torch.dtype, run: Run) -> None:
+def runnable(model: nn.Module, dtype: torch.dtype, device: torch.device, journal: Journal) -> nn.Module:
+    """Prepare a model that transformers loaded in `dtype` for a comparison; packed layers stay packed."""
+    model = model.to(device)
+    _cast_dequantized(model, dtype, journal)
+    _dequantize_on_demand(model)
+    return model
+
+
+def _cast_dequantized(model: nn.Module, dtype: torch.dtype, journal: Journal) -> None:
     """Cast weights that are dequantized in another dtype than that of the model.
 
     transformers 5.17 and 5.18 leave 4-bit floats in bfloat16, so that a float32 model cannot multiply by them.
@@ -177,7 +185,7 @@ def _cast_dequantized(model: nn.Module, dtype: torch.dtype, run: Run) -> None:
         layer.weight = weight
     if mismatched:
         message = "this version of transformers runs these weights in their own dtype only: cast for the comparison"
-        run.journal.add("note", "verify", message, layers=len(mismatched))
+        journal.add("note", "verify", message, layers=len(mismatched))
 
 
 def _dequantize_on_demand(model: nn.Module) -> None:

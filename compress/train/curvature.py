@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.errors import NumericError, TargetError
 from compress.layers.linear import CompressedLinear, shape_of
+from compress.models.forward import device_of_model
 from compress.models.kinds.batch import Batch
 from compress.models.kinds.contract import DISTRIBUTIONS, required_answer, run_on
 from compress.models.kinds.kinds import kind_of
@@ -50,7 +51,7 @@ def sampled_nll(model: nn.Module, row: Batch, draw: torch.Generator) -> tuple[Te
     Raises:
         NumericError: for predictions that are not finite.
     """
-    answer = required_answer(run_on(model, row.to(next(model.parameters()).device)))
+    answer = required_answer(run_on(model, row.to(device_of_model(model))))
     if not bool(answer.detach().isfinite().all()):
         raise NumericError("the model's predictions hold NaN or infinity on the calibration text")
     kind = kind_of(model)
@@ -92,7 +93,7 @@ def weight_curvature(
     """
     modules = {name: model.get_submodule(name) for name in names}
     fisher_diagonals = {
-        name: torch.zeros(shape_of(module), device=next(model.parameters()).device) for name, module in modules.items()
+        name: torch.zeros(shape_of(module), device=device_of_model(model)) for name, module in modules.items()
     }
     token_count = 0
 

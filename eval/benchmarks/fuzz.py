@@ -1,12 +1,14 @@
 """Read many damaged checkpoints, and print how they ended: `python eval/benchmarks/fuzz.py --inputs 100000`.
 
-The inputs run in a child process, which is started again after every `CHUNK` inputs and after a crash. Exit code 1 if
-any input failed; its seed makes it again: `--first SEED --inputs 1 --show`.
+The inputs run in a child process, which is started again after every `CHUNK` inputs and after a crash. A child that
+cannot be interrupted ends after `HANG_SECONDS` with the frames of its threads. Exit code 1 if any input failed; its
+seed makes it again: `--first SEED --inputs 1 --show`.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import subprocess
 import sys
@@ -17,7 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-CHUNK = 2_000
+CHUNK = 10_000
+HANG_SECONDS = 3_600.0
+"""More than the wall time that an input has, and than the checkpoints take on a loaded machine."""
 MARK = "input: "
 """The beginning of a line of the child."""
 
@@ -26,12 +30,14 @@ def work(first: int, count: int, show: bool) -> None:
     """The child: a JSON line before and after each input."""
     from fuzzing import Fuzzer
 
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = Fuzzer(Path(folder))
         for seed in range(first, first + count):
-            print(MARK + json.dumps({"begin": seed}), flush=True)
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+            print(MARK + json.dumps({"begin": seed, "cpu_seconds": time.process_time()}), flush=True)
             found = fuzzer.outcome(seed)
-            line = {"seed": seed, **vars(found)}
+            line = {"seed": seed, "cpu_seconds": time.process_time(), **vars(found)}
             print(MARK + json.dumps(line if show or found.failure else {**line, "text": ""}), flush=True)
 
 
@@ -49,22 +55,25 @@ def main() -> int:
         return 0
     ends: Counter[str] = Counter()
     failures, seed, last, begun = [], asked.first, asked.first + asked.inputs, time.monotonic()
+    reading_seconds = 0.0
     late = lambda: asked.minutes is not None and time.monotonic() - begun > 60 * asked.minutes  # noqa: E731
     while seed < last and not late():
         count = min(CHUNK, last - seed)
         command = [sys.executable, __file__, "--child", "--first", str(seed), "--inputs", str(count)]
         child = subprocess.Popen([*command, *(["--show"] if asked.show else [])], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        current = None
+        current, begin_seconds = None, 0.0
         for text in child.stdout:
             if not text.startswith(MARK):
                 continue  # printed by a library
             line = json.loads(text.removeprefix(MARK))
-            current = line.get("begin", current)
+            if "begin" in line:
+                current, begin_seconds = line["begin"], line["cpu_seconds"]
             if "end" not in line:
                 continue
             seed = line["seed"] + 1
             ends[line["end"]] += 1
+            reading_seconds += line["cpu_seconds"] - begin_seconds
             if line["failure"] or asked.show:
                 print(json.dumps(line), flush=True)
             if line["failure"]:
@@ -80,9 +89,12 @@ def main() -> int:
             if current is None:
                 break
             seed = current + 1
-    print(
-        f"{sum(ends.values())} inputs in {time.monotonic() - begun:.0f} s: {dict(ends)}; failures: {failures or 'none'}"
-    )
+        inputs = sum(ends.values())
+        print(
+            f"{inputs} inputs in {time.monotonic() - begun:.0f} s, {reading_seconds / max(inputs, 1):.3f} s of the "
+            f"processor for each: {dict(ends)}; failures: {failures or 'none'}",
+            flush=True,
+        )
     return 1 if failures else 0
 
 

@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 import struct
+import time
 
 import pytest
 import torch
 from fuzz_changes import climbing
-from fuzzing import Fuzzer
+from fuzzing import Fuzzer, TooLong, within
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -31,6 +32,16 @@ def test_damaged_checkpoints(fuzzer):
     assert not failed, f"{len(failed)} inputs failed: {json.dumps(failed, indent=1)}"
     ends = {outcome.end for outcome in found.values()}
     assert {"error", "model that its digests reject", "error of transformers"} <= ends  # all kinds of inputs were drawn
+
+
+def test_other_processes_do_not_use_up_the_time_of_an_input():
+    with within(0.05):
+        time.sleep(0.2)
+    with pytest.raises(TooLong, match=r"0\.05 seconds of processor time"), within(0.05):
+        while True:
+            pass
+    with pytest.raises(TooLong, match=r"0\.05 seconds of wall time"), within(10.0, 0.05):
+        time.sleep(10)
 
 
 def test_row_starts_that_wrap_are_refused(fuzzer, tmp_path):
@@ -95,6 +106,14 @@ CASES = {
     "an unknown grid": (
         config(lambda v: layers(v)["parts"][0].update(grid="int99")),
         "grid 'int99' is not known; did you mean 'int",
+    ),
+    "many parts": (
+        config(lambda v: layers(v).update(parts=layers(v)["parts"] * 65 + [0])),
+        "up_proj: a layer has 66 parts, but it must have at most 64",
+    ),
+    "many transforms": (
+        config(lambda v: layers(v).update(transforms=[0] * 65)),
+        "up_proj: a layer has 65 transforms, but it must have at most 64",
     ),
     "a negative shape": (config(lambda v: layers(v).update(shape=[-64, 32])), "must be from 1 to"),
     "a group of a wrong type": (
@@ -262,6 +281,11 @@ FOREIGN = {
         "bitsandbytes-nf4-double",
         tensor("bitsandbytes__nf4", text(json.dumps({"shape": [32, 32], "blocksize": 32, "nested_offset": 10**400}))),
         r"bitsandbytes__nf4 cannot be read \(its nested_offset is 10",
+    ),
+    "gguf: codes that no block type holds": (
+        "gguf-q4_0",
+        foreign(lambda v: v["layers"]["model.layers.0.mlp.up_proj"]["parts"][0].update(grid="int7")),
+        r"up_proj: no block type of GGUF holds",
     ),
     "native: a role": (
         "native-ends",

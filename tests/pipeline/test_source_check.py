@@ -35,12 +35,82 @@ def test_a_model_that_is_read_right_passes_without_a_note(recipe, tmp_path):
     assert notes(journal) == []
 
 
-def test_what_is_not_compared_is_told(recipe, tmp_path):
-    compress.run(recipe(RTN, save={"format": "native"}), tmp_path / "first", progress=False)
+INT4 = compress.RTN(weights="int4", group_size=32)
+QUANTIZED = {
+    "compressed-tensors": [INT4],
+    "compressed-tensors, activations": [compress.RTN(weights="int8", group_size="channel", activations="int8")],
+    "compressed-tensors, sparse": [compress.Magnitude(pattern="2:4"), INT4],
+    "gguf": [compress.RTN(weights="int4_signed", group_size=32)],
+    "gguf, embedding": [compress.RTN(weights="int8", group_size=32, targets=["*", "lm_head", "embed_tokens"])],
+    "gptq": [INT4],
+    "awq": [INT4],
+    "bitsandbytes": [compress.RTN(weights="nf4", group_size=32)],
+    "native": [INT4],
+}
+WITHOUT_REFERENCE = {
+    "gptq": "transformers reads format gptq with the packages gptqmodel and optimum, which runs do not use",
+    "awq": "transformers reads format awq with the package gptqmodel, which runs do not use",
+    "bitsandbytes": "transformers reads format bitsandbytes with the package bitsandbytes, which runs do not use",
+    "native": "format native is read by compress.load only",
+}
+
+
+@pytest.fixture
+def quantized(pico, tmp_path, ids):
+    """quantized(name): a checkpoint of the pico model with the passes and the format of a row of `QUANTIZED`."""
+
+    def write(name):
+        model, tokenizer = compress.load(pico)
+        compress.apply(model, QUANTIZED[name], ids())
+        compress.save(model, tmp_path / "source", format=name.partition(",")[0], tokenizer=tokenizer)
+        return str(tmp_path / "source")
+
+    return write
+
+
+@pytest.fixture
+def from_quantized(recipe):
+    """from_quantized(source, **save): a recipe that writes a quantized model again."""
+    return lambda source, **save: recipe(
+        {"kv_cache": {}}, model=source, dtype="float32", save={"format": "native", **save}
+    )
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_source_is_compared_where_transformers_reads_it(name, quantized, from_quantized, tmp_path):
+    journal, asked = Journal(), from_quantized(quantized(name))
+    planned = [note for note in compress.plan(asked).notes if "those of transformers" in note]
+    compress.run(asked, tmp_path / "out", progress=False, journal=journal)
+    reason = WITHOUT_REFERENCE.get(name)
+    expected = [] if reason is None else [f"model: its outputs are not compared with those of transformers: {reason}"]
+    assert planned == expected and notes(journal) == expected
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "compressed-tensors, activations", "gguf"])
+def test_a_reader_that_changes_codes_is_an_error_before_any_work(
+    name, quantized, from_quantized, tmp_path, monkeypatch
+):
+    source, read = quantized(name), StoredTensors.read_raw
+
+    def broken(self, names, reading=None):
+        tensors = read(self, names, reading)
+        return {n: t.roll(1, 0) if "v_proj.weight" in n and t.ndim == 2 else t for n, t in tensors.items()}
+
+    monkeypatch.setattr(StoredTensors, "read_raw", broken)
+    with pytest.raises(ModelError, match="is read otherwise than transformers reads it: its outputs differ.* own"):
+        compress.run(from_quantized(source), tmp_path / "out", progress=False)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    monkeypatch.undo()
     journal = Journal()
-    again = recipe({"kv_cache": {}}, model=str(tmp_path / "first"), save={"format": "native"})
-    compress.run(again, tmp_path / "out", progress=False, journal=journal)
-    assert notes(journal) == ["its outputs were not compared with those of transformers: it is in format native"]
+    compress.run(from_quantized(source, verify="own"), tmp_path / "out", progress=False, journal=journal)
+    reason = "its outputs are not compared with those of transformers: the recipe says verify: own"
+    assert notes(journal) == [f"model: {reason}"]
+
+
+def test_a_quantized_cache_is_not_compared(recipe, tmp_path):
+    compress.run(recipe({"kv_cache": {}}, save={"format": "native"}), tmp_path / "first", progress=False)
+    planned = compress.plan(recipe(RTN, model=str(tmp_path / "first"), save={"format": "native"})).notes
+    assert any("not compared with those of transformers: transformers does not read its cache" in n for n in planned)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 import compress
 from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.formats import FORMATS
 from compress.errors import CompressError, VerificationError
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
@@ -259,13 +260,13 @@ def test_what_transformers_cannot_read_is_noted_before_and_after_the_run(case, r
     assert "AutoModel" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_packed_layers_whose_model_class_reads_their_weight(recipe):
+def test_packed_layers_whose_model_class_reads_their_weight():
     config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=64, rescale_every=0)
     model, name = RwkvForCausalLM(config), "rwkv.blocks.0.attention.key"
     as_words = coded("int4", shape=(32, 32))
     as_bytes = coded("int8", "channel", True, rounding(), shape=(32, 32))
     for scheme, reason in (as_words, "initializes this model's linears by their weight"), (as_bytes, None):
-        found = unreadable(recipe(compress.RTN()), model, {name: scheme}, torch.float32, False)
+        found = unreadable(FORMATS["compressed-tensors"], model, {name: scheme}, torch.float32, False)
         assert found is None if reason is None else reason in found
 
 

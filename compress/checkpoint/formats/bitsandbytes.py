@@ -3,7 +3,8 @@
     8 bits:  <m>.weight        int8  [O, I]    codes
              <m>.SCB           float [O]       127 * scale, float32
              <m>.weight_format uint8 []        0: rows one after the other
-    4 bits:  <m>.weight        uint8 [O*I/2, 1]  two codes per byte, row by row, the FIRST one in the high half
+    4 bits:  <m>.weight        uint8 [O*I/2, 1]  two codes per byte, row by row, the FIRST one in the high half; the
+                                   same bytes in another dtype with bnb_4bit_quant_storage, [O*I/2/bytes of it, 1]
              <m>.weight.absmax     float32 [O*I/block] scales; uint8 with double quantization
              <m>.weight.quant_map  float32 [16]        the value of each code
              <m>.weight.quant_state.bitsandbytes__nf4 (or __fp4)  uint8 [n]: JSON {quant_type, blocksize, dtype, shape,
@@ -75,7 +76,7 @@ class BitsAndBytes(Format):
         "llm_int8_has_fp16_weight": UNUSED,
         "bnb_4bit_quant_type": only("nf4", "fp4"),
         "bnb_4bit_use_double_quant": FLAG,
-        "bnb_4bit_quant_storage": only("uint8", None),
+        "bnb_4bit_quant_storage": only("uint8", "int8", "float16", "bfloat16", "float32", "float64", None),
         **without_effect("llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype"),
     }
 
@@ -216,7 +217,7 @@ class BitsAndBytes(Format):
         kind, double = KINDS[codes.grid]
         text = tensors[f"{STATE}{kind}"]
         specs[f"{STATE}{kind}"] = TensorSpec(tuple(text.shape), torch.uint8)  # as long as its writer made it
-        stored = checked(specs, tensors, "")
+        stored = checked(specs, {**tensors, "weight": _as_bytes(tensors["weight"])}, "")
         state = _read_state(text, scheme, kind)
         _check_map("weight.quant_map", stored["weight.quant_map"], _map(kind))
         stream = stored["weight"].flatten()
@@ -307,6 +308,11 @@ def _state(scheme: LayerScheme, dtype: torch.dtype, offset: float | None) -> byt
     nested = {"nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": offset}
     length = len(json.dumps(state | nested)) - len(json.dumps(offset)) + OFFSET
     return json.dumps(state | nested).ljust(length).encode()
+
+
+def _as_bytes(weight: Tensor) -> Tensor:
+    """Return the packed codes, which are stored in the dtype `bnb_4bit_quant_storage`, as bytes [n, 1]."""
+    return weight.contiguous().view(torch.uint8).view(-1, 1) if weight.ndim == 2 and weight.shape[1] == 1 else weight
 
 
 def _read_state(text: Int[Tensor, " n"], scheme: LayerScheme, kind: str) -> dict[str, Any]:

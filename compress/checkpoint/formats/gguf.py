@@ -146,7 +146,11 @@ class GGUF(Format):
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        return layers_of(config)
+        schemes = layers_of(config)
+        for name, scheme in schemes.items():
+            if (reason := self.refuses(scheme)) is not None:
+                raise ValueError(f"{name}: {reason}")
+        return schemes
 
     def misread(self, config: PretrainedConfig) -> str | None:
         architecture = architecture_of(config)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import CannotRun, ModelError, TargetError, call_foreign, one_line
 from compress.layers.linear import linears
-from compress.models.forward import logits_of, mean_loss, skipping, states
+from compress.models.forward import device_of_model, logits_of, mean_loss, skipping, states
 from compress.models.kinds.batch import Batch, Examples
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.headless import check_learns
@@ -203,7 +203,7 @@ def _check_runs(model: PreTrainedModel, example: Batch, removed: Sequence[int], 
     """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
     try:
         with torch.no_grad():
-            call_foreign(model, **example.to(next(model.parameters()).device).inputs)
+            call_foreign(model, **example.to(device_of_model(model)).inputs)
     except CannotRun as error:
         raise ModelError(
             f"{label}: transformers cannot run the model without the blocks {sorted(removed)} ({one_line(error)}); "

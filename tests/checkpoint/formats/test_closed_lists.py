@@ -70,7 +70,7 @@ VALUES = {
     "compressed-tensors": ("quantization_status", "calibration", "compressed, frozen"),
     "gptq": ("bits", 5, "2, 3, 4, 8"),
     "awq": ("zero_point", "yes", "True, False"),
-    "bitsandbytes": ("bnb_4bit_quant_storage", "bfloat16", "uint8, null"),
+    "bitsandbytes": ("bnb_4bit_quant_storage", "int4", "uint8, int8, float16, bfloat16, float32, float64, null"),
 }
 
 
@@ -82,6 +82,24 @@ def test_another_value_is_an_error(name, written, tmp_path):
         compress.load(folder)
     assert f"{key} = {value!r} is not read; accepted: {accepted}" in str(error.value)
     assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize("storage", ["int8", "float16", "bfloat16", "float32", "float64"])
+def test_4_bit_codes_of_bitsandbytes_are_read_in_each_dtype_of_storage(storage, written, tmp_path):
+    def stored_as(stored):
+        for name in [name for name in stored if name.removesuffix(".weight") + ".weight.absmax" in stored]:
+            stored[name] = stored[name].flatten().view(getattr(torch, storage)).view(-1, 1)
+
+    folder = changed(
+        written("bitsandbytes"), tmp_path / "x", lambda values: values.update(bnb_4bit_quant_storage=storage), stored_as
+    )
+    expected, _ = compress.load(written("bitsandbytes"))
+    model, _ = compress.load(folder)
+    weights = model.get_submodule(LAYER).weight, expected.get_submodule(LAYER).weight
+    assert torch.equal(*weights)
+    opened = open_model(str(folder))
+    opened.bring(opened.blocks[1])
+    assert torch.equal(opened.model.get_submodule(LAYER).weight, weights[0])
 
 
 @pytest.mark.parametrize("opened_by", [compress.load, lambda path: open_model(str(path))], ids=["load", "open_model"])

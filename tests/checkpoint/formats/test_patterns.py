@@ -34,9 +34,9 @@ def test_a_pattern_means_what_it_means_for_python(pattern, name):
     "pattern", ["(a+)+$", "(a|a)*$", "(.*)*b", "a?" * 40 + "a" * 40 + "b", ".*" * 30 + "b", "(a{0,30}){30}b"]
 )
 def test_no_pattern_takes_long(pattern):
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert not matches(pattern, "a" * 60 + "c")
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("pattern", ["(", "[", "*", r"(a)(b)\1(c)+", "(?i)a(b)*", "(" * 60 + ")*" * 60, "a" * 5000])

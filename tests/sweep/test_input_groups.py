@@ -24,6 +24,7 @@ CHAINS = {
     "gptq asymmetric": [compress.GPTQ(true_sequential=False, error="asymmetric", **G)],
     "wanda": [compress.Wanda(repair=0)],
     "wanda, repaired, then gptq": [compress.Wanda(pattern="2:4", repair=1), compress.GPTQ(**G)],
+    "awq": [compress.AWQ(**G), compress.RTN(**G)],
     "sparsegpt": [compress.SparseGPT(true_sequential=False)],
     "static inputs": [
         compress.RTN(

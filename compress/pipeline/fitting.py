@@ -28,13 +28,15 @@ class Fit:
     """What a run does to stay within a limit of memory, and what it needs then.
 
     batch: sequences of a calibration batch. store_bytes: the limit of each store of activations; more goes to files.
-    copies_bytes: the limit of the copies that kernels make of packed weights. notes: what differs from the recipe.
+    copies_bytes: the limit of the copies that kernels make of packed weights. inputs_at_once: the most input tensors of
+    a block whose statistics are in memory at once; None: those of all layers. notes: what differs from the recipe.
     """
 
     batch: int
     store_bytes: int
     copies_bytes: int
     needs: tuple[Need, ...]
+    inputs_at_once: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -47,14 +49,14 @@ def unlimited(footprint: Footprint) -> Fit:
     """A run without a limit."""
     batch = footprint.recipe.calibration.batch
     copies = footprint.copies_bytes if footprint.copied_bytes > footprint.copies_bytes else sys.maxsize
-    return Fit(batch, footprint.store_bytes, copies, tuple(footprint.needs()))
+    return Fit(batch, footprint.store_bytes, copies, tuple(footprint.needs()), footprint.inputs_at_once)
 
 
 def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
-    """Return the largest activation stores and calibration batches with which the run stays within a limit.
+    """Return the largest activation stores, groups of inputs and calibration batches with which the run fits a limit.
 
-    memory_bytes: of the whole process, `LIBRARIES_BYTES` for libraries included. Smaller stores change no sum; a
-    smaller batch adds the same sums in another order, so the batch changes last, and is the recipe's from then on.
+    memory_bytes: of the whole process, `LIBRARIES_BYTES` for libraries included. Smaller stores and groups change no
+    sum. A smaller batch adds the same sums in another order, so it changes last, and is the recipe's from then on.
     Raises ShortageError, which says what would make it fit.
     """
     limit = memory_bytes - LIBRARIES_BYTES
@@ -62,12 +64,10 @@ def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
     recipe_batch = footprint.recipe.calibration.batch
     for batch in _batches(footprint):
         resized = with_calibration(footprint, batch=batch)
-        for store in _stores(resized):
-            fit = unlimited(replace(resized, store_bytes=store))
-            if fit.peak_bytes <= limit:
-                return replace(fit, notes=tuple(_notes(fit, resized, recipe_batch, memory_bytes)))
-    least = with_calibration(footprint, batch=_batches(footprint)[-1])
-    least = replace(least, store_bytes=_stores(least)[-1])
+        fit = _largest_fit(resized, limit)
+        if fit is not None:
+            return replace(fit, notes=tuple(_notes(fit, resized, recipe_batch, memory_bytes)))
+    least = _least(with_calibration(footprint, batch=_batches(footprint)[-1]))
     free_mb = max(0, limit) / MB
     raise ShortageError(
         f"memory: {_what(least)}; {free_mb:.0f} MB are left of {memory_bytes / MB:.0f} MB after "
@@ -76,17 +76,15 @@ def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
 
 
 def check_available(footprint: Footprint, available_bytes: int) -> Fit:
-    """Return the run as its recipe asks; its stores are smaller where the machine has less memory than they may take.
+    """Return the run as its recipe asks; its stores and groups of inputs are smaller where the machine's memory is.
 
     Raises ShortageError as `fitted` does where the memory is too small all the same.
     """
     footprint = replace(footprint, copies_bytes=copies_limit(available_bytes))
-    for store in _stores(footprint):
-        fit = unlimited(replace(footprint, store_bytes=store))
-        if fit.peak_bytes <= available_bytes:
-            batch = footprint.recipe.calibration.batch
-            return replace(fit, notes=tuple(_notes(fit, footprint, batch, available_bytes)))
-    least = replace(footprint, store_bytes=_stores(footprint)[-1])
+    fit = _largest_fit(footprint, available_bytes)
+    if fit is not None:
+        return replace(fit, notes=tuple(_notes(fit, footprint, footprint.recipe.calibration.batch, available_bytes)))
+    least = _least(footprint)
     raise ShortageError(
         f"memory: {_what(least)}; {available_bytes / MB:.0f} MB are available to this process; "
         f"{_remedies(least, available_bytes)}"
@@ -152,11 +150,49 @@ def _stores(footprint: Footprint) -> list[int]:
     return [*limits, 0]
 
 
+def _groups(footprint: Footprint) -> list[int | None]:
+    """Return numbers of inputs whose statistics are in memory at once: the footprint's, then halves down to one."""
+    counts: list[int | None] = [footprint.inputs_at_once]
+    count = max(footprint.inputs_of_steps().values(), default=1)
+    while count > 1:
+        count = -(-count // 2)
+        counts.append(count)
+    return counts
+
+
+def _least(footprint: Footprint) -> Footprint:
+    """Return the footprint with the smallest stores and groups of inputs."""
+    return replace(footprint, store_bytes=_stores(footprint)[-1], inputs_at_once=_groups(footprint)[-1])
+
+
+def _largest_fit(footprint: Footprint, limit: int) -> Fit | None:
+    """Return the run with the largest group of inputs, then the largest stores, within a limit; None if none fits.
+
+    A smaller group costs more forward passes through each block, a smaller store only files, so stores shrink first.
+    """
+    if not _fits(_least(footprint), limit):
+        return None
+    for count in _groups(footprint):
+        for store in _stores(footprint):
+            fit = unlimited(replace(footprint, store_bytes=store, inputs_at_once=count))
+            if fit.peak_bytes <= limit:
+                return fit
+    return None
+
+
 def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int) -> Iterator[str]:
     """Yield what is done to stay within the limit."""
     limit = f"to stay within {memory_bytes / MB:.0f} MB"
     if fit.store_bytes < min(STORE_BYTES, footprint.states_bytes):
         yield f"{limit}, activations between blocks beyond {fit.store_bytes / MB:.0f} MB are stored in files"
+    if fit.inputs_at_once is not None:
+        for label, inputs in footprint.inputs_of_steps().items():
+            if inputs > fit.inputs_at_once:
+                count, groups = fit.inputs_at_once, -(-inputs // fit.inputs_at_once)
+                yield (
+                    f"{limit}, {label} holds the statistics of {count} of {inputs} inputs of a block at a time, in "
+                    f"{groups} groups with forward passes of their own; no code changes"
+                )
     if footprint.copied_bytes > fit.copies_bytes:
         yield f"{limit}, kernels copy the weights of a block again in each of its forward passes of the evaluation"
     if fit.batch < recipe_batch:

@@ -67,13 +67,15 @@ class Footprint:
     """The estimate for a recipe on a model.
 
     store_bytes: the memory limit of an activation store. copies_bytes: the most memory that the kernels' copies of
-    packed weights may take; where all take more, the evaluation holds those of one block.
+    packed weights may take; where all take more, the evaluation holds those of one block. inputs_at_once: the most
+    input tensors of a block whose statistics are in memory at once; None: those of all layers.
     """
 
     resolved: ResolvedRecipe
     before: Before
     store_bytes: int = STORE_BYTES
     copies_bytes: int = sys.maxsize
+    inputs_at_once: int | None = None
     several: bool = False
     tokens: int = field(init=False)
     length: int = field(init=False)
@@ -160,9 +162,8 @@ class Footprint:
                 size = ProblemSize.of_linear(self.shapes[end.name], self.itemsize)
                 parts = {"solution": step.memory(size), "compressed": self._compressed_bytes(i + 1, end.name)}
                 needs.append(Need(f"{label} on {end.name}", always | parts))
-        kinds = {self.block_key(block): block for block in self.opened.blocks}  # the last of each kind of equal blocks
         if not all(isinstance(step, ModelPass) for _, step, _ in self.steps):
-            for block in kinds.values():
+            for block in self._kinds():
                 needs += [Need(n.where, always | n.parts) for n in self._block_needs(block, has_model_pass)]
         largest: dict[str, Need] = {}
         for need in needs:
@@ -190,6 +191,10 @@ class Footprint:
         chosen = [{n.removeprefix(block.name) for n in names if self._inside(block, n)} for _, _, names in self.steps]
         sizes = tuple((name, tuple(t.shape)) for name, t in block.module.state_dict().items())
         return sizes, tuple(frozenset(names) for names in chosen)
+
+    def _kinds(self) -> list[Block]:
+        """The last block of each kind of equal blocks."""
+        return list({self.block_key(block): block for block in self.opened.blocks}.values())
 
     def _read(self, block: Block) -> int:
         """The tokens of a sequence that a block reads: its own, and those of the stacks before."""
@@ -302,13 +307,14 @@ class Footprint:
     def _layer_pass_parts(self, step: LayerPass, names: Sequence[str], block: Block) -> dict[str, int]:
         """Return the bytes of the statistics, and of either a forward pass or a solver.
 
-        In lockstep (`true_sequential`) all batches stop inside of the block, and also all batches of the uncompressed
-        model if the pass compares with it. Their activations are in no store, so no limit applies to them.
+        In lockstep (`true_sequential`) the statistics of one input are in memory at a time. All batches stop inside of
+        the block, and also all batches of the uncompressed model if the pass compares with it. Their activations are
+        in no store, so no limit applies to them.
         """
-        groups = self._input_widths(names)
-        statistics = sum(
-            step.observer.memory_bytes(width) + Sample.memory_bytes(width, self.itemsize) for width in groups
-        )
+        widths = self._input_widths(names)
+        observed = widths[-1:] if step.true_sequential else self._observed(widths)
+        size = sum(step.observer.memory_bytes(w) + Sample.memory_bytes(w, self.itemsize) for w in observed)
+        statistics = f"statistics of {len(observed)} of {len(widths)} inputs" if observed != widths else "statistics"
         length = self.lengths[block.stack]
         inside = length * (NARROW * self.hidden + self.widest) + (self._read(block) - length) * CROSS * self.hidden
         stopped = self.sequences * self.itemsize * inside
@@ -318,12 +324,25 @@ class Footprint:
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
         forward = self.forward_bytes(self._per_batch(block), 0 if times else NARROW)  # NARROW is counted in `stopped`
         waiting = {"activations that wait inside of the block": times * (stopped + reread)} if times else {}
-        return {"statistics": statistics, **waiting, "solution or forward pass": max(solver, forward)}
+        return {statistics: size, **waiting, "solution or forward pass": max(solver, forward)}
+
+    def inputs_of_steps(self) -> dict[str, int]:
+        """Return the most inputs of a block that each pass may observe in several forward passes, by its label."""
+        inputs: dict[str, int] = {}
+        for label, step, names in self.steps:
+            if step.requires.replays or (isinstance(step, LayerPass) and not step.true_sequential):
+                names_of_blocks = ([n for n in names if self._inside(block, n)] for block in self._kinds())
+                inputs[label] = max(len(self._input_widths(names_in_block)) for names_in_block in names_of_blocks)
+        return inputs
 
     def _input_widths(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the widths of input tensors; linears of one module with equal widths count as one input."""
         inputs = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
         return tuple(sorted(width for _, width in inputs))
+
+    def _observed(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the widths of the inputs whose statistics are in memory at once, the widest."""
+        return widths if self.inputs_at_once is None else widths[-self.inputs_at_once :]
 
     def _size(self, index: int, names: Sequence[str], block: Block | None = None) -> ProblemSize:
         """Return the problem size of step `index` on these linears, in a block or in the whole model."""
@@ -345,6 +364,7 @@ class Footprint:
         dense = [
             t for n, t in around.items() if not n.startswith(prefixes) or n.removesuffix(".bias") + "." in prefixes
         ]
+        inputs = self._input_widths(names)
         return ProblemSize(
             weights,
             scales,
@@ -354,7 +374,8 @@ class Footprint:
             self.length if block is None else self._per_batch(block),
             self.itemsize,
             packed,
-            self._input_widths(names),
+            inputs,
+            self._observed(inputs),
             max(sizes, default=0),
             self.forward_bytes(self.length if block is None else self._per_batch(block)),
             min(self.states_bytes, self.store_bytes) if block is None else self._states_bytes(block),

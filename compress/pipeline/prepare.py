@@ -112,6 +112,7 @@ def prepare(
         journal,
         processes=processes,
         store_bytes=planned.fit.store_bytes,
+        inputs_at_once=planned.fit.inputs_at_once,
         open_teacher=partial(open_teacher, recipe, opened),
         open_original=partial(open_original, recipe, opened),
         work=out / WORK / "passes",

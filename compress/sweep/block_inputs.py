@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, replace_linear
 from compress.models.structure.links import Group, Link, block_signature, find_links
 from compress.models.structure.permutations import Permutation, find_permutations
+from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer, LayerResult, Solution
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.passes import BlockPass
@@ -24,6 +25,7 @@ from compress.passes.contract.samples import Sample
 from compress.sweep.capture import Call, read_held
 from compress.sweep.context import BlockContext
 from compress.sweep.install import group_by_transforms, install
+from compress.sweep.reference import twin
 from compress.sweep.store import ActivationStore
 
 
@@ -117,25 +119,16 @@ class SweepInputs:
                 forward()
         return observer_by_group
 
+    def replayed(self, observer: type[Observer]) -> Mapping[Group, Any]:
+        return ReplayedStatistics(self.context, self.groups, observer)
+
     @contextmanager
     def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
         """Observe the input of each group while the block runs inside the context; processes merge their statistics."""
-        observer_by_group: dict[Group, Observer] = {}
-        handles = []
-        for group in self.groups:
-            first_linear = self.context.block.module.get_submodule(group.linears[0])
-            observer_by_group[group] = observer(CompressedLinear.of(first_linear).shape[1], self.context.run.device)
-            sample = Sample()
-            self._samples |= dict.fromkeys(group.linears, sample)
-            handles.append(first_linear.register_forward_pre_hook(_feeder(observer_by_group[group], sample)))
-        try:
-            yield observer_by_group
-        finally:
-            for handle in handles:
-                handle.remove()
-        for group, group_observer in observer_by_group.items():
-            group_observer.merge(self.processes)
-            self._samples[group.linears[0]].merge(self.processes)
+        samples = {group: Sample() for group in self.groups}
+        self._samples |= {name: sample for group, sample in samples.items() for name in group.linears}
+        with _watching(self.context.block.module, self.groups, observer, self.context.run, samples) as observers:
+            yield observers
 
     def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
         """Return a sample of a linear's inputs after its input transforms; None if no token reached it."""
@@ -184,9 +177,67 @@ class SweepInputs:
         self.results.append(install(self.context, name, layer, rows, lambda weight: solution))
 
 
-def _feeder(observer: Observer, sample: Sample) -> Callable[..., None]:
+class ReplayedStatistics(Mapping[Group, Any]):
+    """Observers of the groups of a block, `Run.inputs_at_once` of them in memory at once.
+
+    Each time that a group is read whose observer is not in memory, all calibration inputs run through the block as it
+    was when the mapping was made, so that its statistics are the same each time.
+    """
+
+    def __init__(self, context: BlockContext, groups: Sequence[Group], observer: type[Observer]) -> None:
+        self._context, self._groups, self._observer = context, groups, observer
+        self._count = min(context.run.inputs_at_once or len(groups), len(groups))
+        self._block = twin(context.block.module) if self._count < len(groups) else context.block.module
+        self._observers: dict[Group, Observer] = {}
+
+    def __getitem__(self, group: Group) -> Any:
+        if group not in self._observers:
+            self._observers.clear()
+            start = self._groups.index(group) // self._count * self._count
+            observed = self._groups[start : start + self._count]
+            with _watching(self._block, observed, self._observer, self._context.run) as self._observers:
+                for forward in self._context.forwards(self._block, self._context.state.hidden):
+                    forward()
+        return self._observers[group]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
+@contextmanager
+def _watching(
+    block: nn.Module,
+    groups: Sequence[Group],
+    observer: type[Observer],
+    run: Run,
+    samples: Mapping[Group, Sample] | None = None,
+) -> Iterator[dict[Group, Any]]:
+    """Observe the input of each group while the block runs inside the context; processes merge their statistics."""
+    samples = {} if samples is None else samples
+    observers: dict[Group, Observer] = {}
+    handles = []
+    for group in groups:
+        first_linear = block.get_submodule(group.linears[0])
+        observers[group] = observer(CompressedLinear.of(first_linear).shape[1], run.device)
+        handles.append(first_linear.register_forward_pre_hook(_feeder(observers[group], samples.get(group))))
+    try:
+        yield observers
+    finally:
+        for handle in handles:
+            handle.remove()
+    for group, group_observer in observers.items():
+        group_observer.merge(run.processes)
+        if group in samples:
+            samples[group].merge(run.processes)
+
+
+def _feeder(observer: Observer, sample: Sample | None) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        sample.update(args[0].reshape(-1, args[0].shape[-1]))
+        if sample is not None:
+            sample.update(args[0].reshape(-1, args[0].shape[-1]))
         x = module.transform(args[0]) if isinstance(module, CompressedLinear) else args[0]
         observer.update(x.reshape(-1, x.shape[-1]))
 

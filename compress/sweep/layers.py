@@ -1,8 +1,13 @@
-"""Apply a layer pass to one block: observe and solve stage by stage, and measure the error of each solution."""
+"""Apply a layer pass to one block: observe and solve stage by stage, and measure the error of each solution.
+
+Statistics are in memory from the first observed input of a stage until its layers are solved. In lockstep
+(`true_sequential`) those of one stage are in memory at a time. Otherwise all stages are observed on the original block,
+`Run.inputs_at_once` of them in each forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,24 +50,13 @@ class LayerWork:
         self.observers: dict[str, Observer] = {}
         self.input_observers: dict[str, Observer] = {}
         self.samples: dict[str, Sample] = {}
-        for members in self.stages:
-            width = self.layers[members[0]].shape[1]
-            self.observers |= dict.fromkeys(members, step.observer(width, context.run.device))
-            self.samples |= dict.fromkeys(members, Sample())
-            for name in members:
-                watch = self.steps[name].requires.layer_observer
-                if watch is not None:
-                    self.input_observers[name] = watch(width, context.run.device)
         self.allocated = allocated or {}
         self.results: list[LayerResult] = []
+        stages = len(self.stages)
+        self.observed_at_once = stages if step.true_sequential else min(context.run.inputs_at_once or stages, stages)
+        self.original = twin(module) if self.observed_at_once < stages else module
         self.reference: ReferenceBlock | None = None
         self.reference_outputs: ActivationStore | None = None
-        if step.requires.reference:
-            original = twin(module)
-            unroute(original)
-            assert context.state.reference is not None
-            forwards = context.forwards(original, context.state.reference)
-            self.reference = ReferenceBlock(original, self.stages, forwards, context.state.tokens)
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
         """Run the pass.
@@ -71,10 +65,8 @@ class LayerWork:
             keep_outputs: whether the outputs of the compressed block replace the activations of the state.
         """
         module, hidden = self.context.block.module, self.context.state.hidden
-        forwards = self.context.forwards(module, hidden)
-        if self.reference is not None:
-            forwards = [self.reference.paired(i, forward) for i, forward in enumerate(forwards)]
         if self.step.true_sequential:
+            forwards = self._forwards()
             solve = lambda stage: self._solve_stages([stage])  # noqa: E731
             agree_on_stage = self._first_stage if self.experts else lambda stage: stage
             outputs = lockstep(module, self.stages, forwards, self._arrive, solve, agree_on_stage)
@@ -82,8 +74,11 @@ class LayerWork:
                 for i, output in enumerate(outputs):
                     hidden[i] = self.context.checked(output)
         else:  # all layers are calibrated on the original block
-            run_in_turn(module, self.stages, forwards, self._arrive)
-            self._solve_stages(range(len(self.stages)))
+            for start in range(0, len(self.stages), self.observed_at_once):
+                observed = range(len(self.stages))[start : start + self.observed_at_once]
+                arrive = lambda stage, name, rows: self._arrive(start + stage, name, rows)  # noqa: B023, E731
+                run_in_turn(self.original, [self.stages[stage] for stage in observed], self._forwards(), arrive)
+                self._solve_stages(observed)
             if keep_outputs:
                 self.context.propagate()
         if self.reference is not None:
@@ -92,9 +87,35 @@ class LayerWork:
                 self.reference_outputs.append(self.reference.output(i))
         return self.results
 
+    def _forwards(self) -> list[Callable[[], Tensor]]:
+        """Return one forward pass per batch, with one of the uncompressed model for each if the pass compares them."""
+        state = self.context.state
+        forwards = self.context.forwards(self.original, state.hidden)
+        if not self.step.requires.reference:
+            return forwards
+        assert state.reference is not None
+        uncompressed = twin(self.original)
+        unroute(uncompressed)
+        reference_forwards = self.context.forwards(uncompressed, state.reference)
+        reference = self.reference = ReferenceBlock(uncompressed, self.stages, reference_forwards, state.tokens)
+        return [reference.paired(i, forward) for i, forward in enumerate(forwards)]
+
+    def _observer(self, stage: int) -> Observer:
+        """Return the observer of the inputs of a stage; create it and the others of the stage if there are none."""
+        members, device = self.stages[stage], self.context.run.device
+        if members[0] not in self.observers:
+            width = self.layers[members[0]].shape[1]
+            self.observers |= dict.fromkeys(members, self.step.observer(width, device))
+            self.samples |= dict.fromkeys(members, Sample())
+            for name in members:
+                watch = self.steps[name].requires.layer_observer
+                if watch is not None:
+                    self.input_observers[name] = watch(width, device)
+        return self.observers[members[0]]
+
     def _arrive(self, stage: int, name: str, rows: Tensor) -> None:
+        observer, transform = self._observer(stage), self.layers[name].transform
         self.samples[name].update(rows)
-        observer, transform = self.observers[name], self.layers[name].transform
         if self.reference is not None and isinstance(observer, CrossGram):
             routed = ROUTED.get() if self._in_expert(name) else None
             reference = self.reference.rows(stage, self.context.full(name), rows, routed)
@@ -106,19 +127,29 @@ class LayerWork:
                 self.input_observers[member].update(transform(rows))
 
     def _solve_stages(self, stages: Iterable[int]) -> None:
-        """Solve the layers of some stages, divided over the processes."""
+        """Solve the layers of some stages, divided over the processes, and free their statistics."""
         shared: dict[str, float] = {}
-        for members in (self.stages[stage] for stage in stages):
+        for stage in stages:
+            self._observer(stage)  # no batch of this process may have reached the stage
+            members = self.stages[stage]
             self._merge(members)
             if self.step.observer is not Nothing:
                 self._check_tokens(members)
             absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
             if self.processes.size == 1:
                 self.results += [self._solve(name, absmax)[0] for name in members]
+                self._free(members)
             else:
                 shared |= dict.fromkeys(members, absmax)
         if shared:
             self._solve_shared(shared)
+            self._free(shared)
+
+    def _free(self, names: Iterable[str]) -> None:
+        """Free the statistics of solved layers."""
+        for name in names:
+            for statistics in (self.observers, self.samples, self.input_observers):
+                statistics.pop(name, None)
 
     def _merge(self, members: Sequence[str]) -> None:
         """Merge the statistics of a stage with those of the other processes."""

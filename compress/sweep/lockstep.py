@@ -1,7 +1,8 @@
 """Observed forward passes over the batches: one after the other, or in lockstep.
 
-In lockstep, every batch runs in its own greenlet and stops at the start of each stage of linears. The batches continue
-when the stage is solved. A later stage is therefore calibrated on the output of the compressed earlier stages, every
+In lockstep, every batch runs in its own greenlet and stops at the start of each stage of linears. When no batch can
+reach the stage any more, its inputs are observed, it is solved, and the batches continue. A later stage is therefore
+calibrated on the output of the compressed earlier stages, the statistics of one stage are in memory at a time, every
 batch passes through the block exactly once, and the outputs are those of the compressed block.
 """
 
@@ -14,7 +15,7 @@ import greenlet
 from torch import Tensor, nn
 
 Arrive = Callable[[int, str, Tensor], None]
-"""Called with (stage, name of the linear, rows [tokens, in]) when a batch reaches a stage."""
+"""Called with (stage, name of the linear, rows [tokens, in]) of a batch that has reached a stage."""
 
 
 class _AllReached(Exception):  # noqa: N818 - not an error
@@ -81,9 +82,10 @@ def lockstep(
         block: the block.
         stages: names in the block of the linears of each stage, in the order of execution.
         forwards: one forward pass per batch.
-        arrive: called when a batch reaches a stage.
-        solve: called once per stage, after every batch that reaches the stage has arrived. It may change the linears in
-            place. Stages that no batch reaches are solved at the end.
+        arrive: called for every batch that reaches a stage, in the order in which they reach it, immediately before
+            the stage is solved. It runs in the greenlet of the batch.
+        solve: called once per stage, after all calls of `arrive` for it. It may change the linears in place. Stages
+            that no batch reaches are solved at the end.
         agree_on_stage: maps the first stage at which a batch of this process waits (None for no batch) to the first
             stage at which a batch of any process waits.
     """
@@ -93,18 +95,19 @@ def lockstep(
     def hook_for(stage: int, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             if stage not in solved_stages:
+                scheduler.switch(stage)
                 arrive(stage, name, args[0].reshape(-1, args[0].shape[-1]))
                 scheduler.switch(stage)
 
         return hook
 
     outputs: dict[int, Tensor] = {}
-    waiting: dict[int, tuple[greenlet.greenlet, int]] = {}
+    waiting: dict[int, tuple[greenlet.greenlet, int]] = {}  # in the order in which they stopped
 
     def advance(index: int, batch: greenlet.greenlet) -> None:
         result = batch.switch()
+        waiting.pop(index, None)
         if batch.dead:
-            waiting.pop(index, None)
             outputs[index] = result
         else:
             waiting[index] = (batch, result)
@@ -115,10 +118,12 @@ def lockstep(
                 advance(index, greenlet.greenlet(forward))
             while (stage := agree_on_stage(min((stage for _, stage in waiting.values()), default=None))) is not None:
                 solved_stages.add(stage)  # before `solve`, which may run single linears
+                stopped = {index: batch for index, (batch, stopped_stage) in waiting.items() if stopped_stage == stage}
+                for batch in stopped.values():
+                    batch.switch()
                 solve(stage)
-                for index, (batch, stopped_stage) in sorted(waiting.items()):
-                    if stopped_stage == stage:
-                        advance(index, batch)
+                for index, batch in sorted(stopped.items()):
+                    advance(index, batch)
             for stage in sorted(set(range(len(stages))) - solved_stages):
                 solved_stages.add(stage)
                 solve(stage)

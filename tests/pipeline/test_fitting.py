@@ -8,9 +8,10 @@ import yaml
 from click.testing import CliRunner
 
 import compress
-from compress import LKD, RTN, Calibration, Distill, Evaluate, Finetune, Wanda
+from compress import AWQ, GPTQ, LKD, RTN, Calibration, Distill, Evaluate, Finetune, Wanda
 from compress.cli import main
 from compress.errors import ShortageError, UserError
+from compress.passes.quantize.awq import Moments
 from compress.pipeline import fitting
 from compress.pipeline.fitting import LIBRARIES_BYTES, SEPARATE_BYTES, separate_large_tensors
 
@@ -67,6 +68,44 @@ def test_files_change_no_byte_and_a_batch_is_that_of_the_recipe(long, tmp_path):
     assert any("calibration.batch is" in entry["message"] for entry in tight["journal"]["entries"])
     again = compress.run(tmp_path / "tight" / "recipe.yaml", tmp_path / "again", progress=False).report
     assert again["files"] == tight["files"]
+
+
+@pytest.fixture
+def mixture(recipe, tiny, tmp_path):
+    """mixture(*passes): a recipe for a block with 16 experts, whose statistics take most of the memory."""
+    tiny("qwen3-moe", num_hidden_layers=1, num_experts=16).save_pretrained(tmp_path / "mixture")
+    np.save(tmp_path / "few.npy", np.random.default_rng(0).integers(64, size=(4, 16)))
+    text = Calibration(source=str(tmp_path / "few.npy"), sequences=None, length=None)
+    model = str(tmp_path / "mixture")
+    return lambda *passes: recipe(*passes, model=model, calibration=text, save={"format": "native", **OWN}, eval=None)
+
+
+MIXED = {
+    "gptq": [GPTQ(group_size=16, true_sequential=False)],
+    "wanda": [Wanda(pattern="2:4")],
+    "awq": [AWQ(group_size=16), RTN(group_size=16)],
+    "rtn": [RTN(group_size=16, true_sequential=False)],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_limit_makes_the_group_of_inputs_smaller_and_changes_no_byte(name, mixture, tmp_path):
+    asked = mixture(*MIXED[name])
+    needed, free = needs(asked)
+    (need,) = [need for place, need in needed.items() if name in place]
+    moments = 17 * Moments.memory_bytes(32) + 16 * Moments.memory_bytes(16)  # what awq collects
+    statistics = need.parts.get("statistics", moments)
+    digests, counts = [compress.run(asked, tmp_path / "all", progress=False).report["files"]], [33]
+    for share in (2, 20):
+        limit = LIBRARIES_BYTES + free - statistics + statistics // share
+        planned = compress.plan(asked, memory=limit)
+        counts.append(planned.fit.inputs_at_once)
+        assert planned.memory_bytes <= limit - LIBRARIES_BYTES
+        assert any(
+            f"passes[0] {name} holds the statistics of {counts[-1]} of 33 inputs" in note for note in planned.notes
+        )
+        digests.append(compress.run(asked, tmp_path / str(share), progress=False, memory=limit).report["files"])
+    assert digests[0] == digests[1] == digests[2] and counts[0] > counts[1] > counts[2]
 
 
 @pytest.mark.parametrize("remedy", ["sequences", "length", "true_sequential"])

@@ -11,6 +11,7 @@ from launching import in_threads
 import compress
 from compress.errors import NumericError, VerificationError
 from compress.layers.linear import CompressedLinear, linears
+from compress.models.experts import open_experts
 from compress.models.kinds.batch import Examples
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.journal import Journal
@@ -49,6 +50,7 @@ SEARCHED = {"awq, gptq", "smoothquant, searched", "gptq, lorc", "signround", "om
 def swept(model, ids, passes, processes=ALONE):
     """The model after the passes, in one of some processes."""
     opened = in_memory(model)
+    open_experts(opened.model)
     asked = compress.Recipe(model="pico", passes=passes, save={"format": "native"}, eval=None)
     resolved = resolve(asked, opened)
     run = run_of(resolved, Journal(), processes=processes, calibration=ids)

@@ -116,6 +116,14 @@ def test_batches_may_take_different_ways():
     assert all(event[0] == "solve" for event in events[solved:])  # nobody comes to `out` after it was solved
 
 
+def test_between_two_solves_the_inputs_of_one_stage_arrive():
+    """Batches that pass by `left` wait at later stages meanwhile; no statistics of those are needed yet."""
+    ones = torch.ones(1, WIDTH)
+    _, events = run(Forked(), [-ones, ones, -2 * ones, 2 * ones], [("left",), ("right",), ("out",)])
+    stages = [event[1] for event in events]
+    assert stages == sorted(stages) and stages == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
+
+
 def test_solving_may_run_the_linears_themselves():
     block = Block()
     run(block, batches(2), solve=lambda stage: block.get_submodule(STAGES[stage][0])(torch.ones(1, WIDTH)))

@@ -62,6 +62,8 @@ class Run:
         processes: those that share the calibration sequences and the solving of layers; a pass over the whole model
             sees all sequences in each of them.
         store_bytes: the memory limit of one store of activations.
+        inputs_at_once: the most input tensors of a block whose statistics are in memory at once, if they are all
+            calibrated on the original block; None: those of all layers.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -81,6 +83,7 @@ class Run:
     ends: dict[str, CodesPart] = field(default_factory=dict)
     processes: Processes = ALONE
     store_bytes: int = STORE_BYTES
+    inputs_at_once: int | None = None
 
     @property
     def scale_dtype(self) -> torch.dtype:

@@ -38,6 +38,8 @@ class Requirements:
         original: outputs of the block for the same inputs before the sweep, in which passes must have changed it.
         unquantized: the weight of a layer before a pass of the same sweep quantized it.
         layer_observer: makes a further observer of the inputs of one layer, which becomes `Layer.inputs`.
+        replays: statistics of a block's inputs may be collected in several runs of the block; only for block passes,
+            which read them by `BlockInputs.replayed`.
         by_rows: the rows of a weight are independent, so several processes may each solve some of them.
         teacher: the uncompressed model (True) or another model by its source, which `run.open_teacher` opens.
         paired_states: hidden states of the model are compared with those of the teacher, of the blocks in `layer_map`.
@@ -56,6 +58,7 @@ class Requirements:
     original: bool = False
     unquantized: bool = False
     layer_observer: MakeObserver | None = None
+    replays: bool = False
     by_rows: bool = False
     teacher: bool | str = False
     paired_states: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -182,6 +182,15 @@ class BlockInputs(Protocol):
 
     def probe(self, block: nn.Module) -> Tensor:
         """Return the output of the block (or of a copy) for one short fixed input, to prove rewrites."""
+        ...
+
+    def replayed(self, observer: type[Observer]) -> Mapping[Group, Any]:
+        """Return the observer of each group's input, for passes that require `replays`.
+
+        The observers of `Run.inputs_at_once` groups are in memory at once: when another one is read, the calibration
+        inputs run again through the block as it is now. Read them in the order of the groups, in every process, and
+        do not change them.
+        """
         ...
 
     @property

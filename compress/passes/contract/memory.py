@@ -30,6 +30,7 @@ class ProblemSize:
         itemsize: bytes per number of the dense model.
         packed: number of weights in quantized linears.
         inputs: widths of the tensors that the pass's linears read.
+        observed: those whose statistics are in memory at once, if the pass requires `replays`: the widest ones.
         largest: number of weights of the largest linear.
         forward_bytes: bytes of a forward pass of one example through a block.
         states_bytes: bytes of the outputs of a block for the whole calibration text; for the model, of those that are
@@ -48,6 +49,7 @@ class ProblemSize:
     itemsize: int
     packed: int = 0
     inputs: tuple[int, ...] = ()
+    observed: tuple[int, ...] = ()
     largest: int = 0
     forward_bytes: int = 0
     states_bytes: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.scale import ScaleScheme
 from compress.models.structure.links import Group, fold
 from compress.numerics.quant.codes import CHUNK, GroupSize, fit_shared, grouped, quantize, spread
-from compress.passes.contract.facts import Effects, Fact, Log, Preparation
+from compress.passes.contract.facts import Effects, Fact, Log, Preparation, Requirements
 from compress.passes.contract.layers import BlockInputs
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
@@ -72,10 +73,15 @@ class AWQ(WeightGrid, BlockPass):
             raise ValueError("group_size: tensor has one range for all rows, which cannot be searched; use channel")
 
     def memory(self, size: ProblemSize) -> int:
-        """Statistics of all inputs, plus the copies of a chunk of rows and of a matrix that the scale search needs."""
+        """Statistics of the inputs at hand, and copies of a chunk of rows and of a matrix for the scale search."""
         widest = max(size.inputs, default=0)
         rows = COPIES * 4 * min(size.largest, CHUNK)
-        return sum(map(Moments.memory_bytes, size.inputs)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
+        means = 2 * 4 * sum(size.inputs)  # and the divisors
+        return means + sum(map(Moments.memory_bytes, size.observed)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(data=True, replays=True)
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (ScaleScheme(),) if self.unlinked == "scale" else ()
@@ -83,7 +89,8 @@ class AWQ(WeightGrid, BlockPass):
         return replace(super().effects(layer), transforms=transforms, prepares=prepares)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = {group: InputStatistics(moments) for group, moments in inputs.observe(Moments).items()}
+        moments = inputs.replayed(Moments)
+        seen = {group: InputStatistics(partial(moments.__getitem__, group)) for group in inputs.groups}
         chosen = set(inputs.names)
         linked = {name for link in inputs.links for name in link.readers}
         for link in inputs.links:
@@ -292,11 +299,16 @@ class Moments(Gram):
 
 
 class InputStatistics:
-    """The input statistics of a group of linears, divided by the scales that were applied since the observation."""
+    """The input statistics of a group of linears, divided by the scales that were applied since the observation.
 
-    def __init__(self, statistics: Moments) -> None:
-        self._seen, self._divisor = statistics, torch.ones(statistics.width, device=statistics.device)
-        self.tokens = statistics.tokens
+    Args:
+        read: returns the statistics as they were observed, each time that the Hessian is read.
+    """
+
+    def __init__(self, read: Callable[[], Moments]) -> None:
+        statistics = read()
+        self._read, self._mean, self.tokens = read, statistics.mean, statistics.tokens
+        self._divisor = torch.ones(statistics.width, device=statistics.device)
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
         """Divide the inputs by `scale`."""
@@ -305,12 +317,12 @@ class InputStatistics:
     @property
     def mean(self) -> Float[Tensor, " in"]:
         """Mean magnitude per channel."""
-        return self._seen.mean / self._divisor
+        return self._mean / self._divisor
 
     @property
     def hessian(self) -> Float[Tensor, "in in"]:
         """2/n X^T X, a new tensor."""
-        return self._seen.hessian.div_(self._divisor).div_(self._divisor[:, None])
+        return self._read().hessian.div_(self._divisor).div_(self._divisor[:, None])
 
 
 def _members(seen: Mapping[Group, InputStatistics], names: set[str]) -> dict[InputStatistics, list[str]]:

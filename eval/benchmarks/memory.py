@@ -2,6 +2,7 @@
 
     python eval/benchmarks/memory.py [RECIPE.yaml...] [--blocks 4 16] [--hidden 1024]
     python eval/benchmarks/memory.py [NAME...] --planned [--blocks 4 8] [--hidden 512] [--sequences 16]
+    python eval/benchmarks/memory.py gptq wanda awq --planned --blocks 1 --experts 256 [--memory 900MB]
 
 A sweep holds one block, so four times the blocks must not take more.
 
@@ -23,7 +24,8 @@ With --planned, the recipes of PLANNED (all, or those that are named) instead, a
 measured_mb: the peak of the whole run on top of what the process holds when it has run the same passes on a far smaller
 model, so that libraries and all that they import late are apart. The allocator of glibc keeps large pieces of what was
 freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), since plans are of tensors. With
---allocator default it does as it always does.
+--allocator default it does as it always does. --experts: mixtures of so many experts, half as wide as the hidden states,
+8 of them for each token. --memory: the option of `compress run`.
 """
 
 from __future__ import annotations
@@ -102,6 +104,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in"
     )
+    parser.add_argument("--experts", type=int, default=0, help="with --planned: of each block")
+    parser.add_argument("--memory", help="with --planned: the limit of the run")
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -114,27 +118,28 @@ def against_plans(arguments: argparse.Namespace) -> None:
     """One line per recipe and model."""
     if arguments.one:
         folder, name = Path(arguments.one), arguments.recipes[0]
-        print(json.dumps(beside_plan(folder, name, arguments.dtype)), flush=True)
+        print(json.dumps(beside_plan(folder, name, arguments.dtype, arguments.memory)), flush=True)
         return
     environment = dict(os.environ)
     if arguments.allocator == "exact":
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
     options = ["--planned", "--dtype", arguments.dtype]
+    options += ["--memory", arguments.memory] if arguments.memory else []
     with tempfile.TemporaryDirectory() as temporary:
         build(Path(temporary) / "small", 2, SMALL, PLANNED_VOCAB // 16, 16, arguments.sequences)
         for count in arguments.blocks:
-            size = (arguments.hidden, PLANNED_VOCAB, PLANNED_TOKENS, arguments.sequences)
+            size = (arguments.hidden, PLANNED_VOCAB, PLANNED_TOKENS, arguments.sequences, arguments.experts)
             build(Path(temporary) / str(count), count, *size)
             for name in arguments.recipes or PLANNED:
                 run(Path(temporary) / str(count), name, *options, environment=environment)
 
 
-def beside_plan(folder: Path, name: str, dtype: str) -> dict[str, object]:
+def beside_plan(folder: Path, name: str, dtype: str, memory: str | None) -> dict[str, object]:
     """The plan and the peak of one recipe, after a run on the small model; files go next to the folder."""
     run_all(folder.parent / "small", name, dtype)
     gc.collect()
     start, peak = anonymous_mb(), Peak()
-    planned = run_all(folder, name, dtype) / 2**20
+    planned = run_all(folder, name, dtype, memory) / 2**20
     measured = peak.take() - start
     figures = {
         "planned_mb": round(planned, 1),
@@ -144,7 +149,7 @@ def beside_plan(folder: Path, name: str, dtype: str) -> dict[str, object]:
     return {"recipe": name, "blocks": int(folder.name), **figures}
 
 
-def run_all(folder: Path, name: str, dtype: str) -> int:
+def run_all(folder: Path, name: str, dtype: str, memory: str | None = None) -> int:
     """Compress, check and evaluate; the bytes that the plan predicts."""
     import compress
 
@@ -156,30 +161,40 @@ def run_all(folder: Path, name: str, dtype: str) -> int:
             "calibration": {"source": ids, "sequences": None, "length": None},
             "passes": PLANNED[name],
             "eval": {"perplexity": [ids], "windows": 2, "length": None},
+            "save": {"verify": "full" if memory is None else "own"},
         }
     )
     with tempfile.TemporaryDirectory() as out:
-        return compress.run(recipe, out).report["predicted"]["memory_bytes"]
+        return compress.run(recipe, out, memory=memory).report["predicted"]["memory_bytes"]
 
 
 def build(
-    folder: Path, blocks: int, hidden: int, vocabulary: int = VOCAB, tokens: int = TOKENS, sequences: int = SEQUENCES
+    folder: Path,
+    blocks: int,
+    hidden: int,
+    vocabulary: int = VOCAB,
+    tokens: int = TOKENS,
+    sequences: int = SEQUENCES,
+    experts: int = 0,
 ) -> None:
-    """A random Llama, with token ids for it in the same folder."""
+    """A random Llama, or a mixture of experts, with token ids for it in the same folder."""
     import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    mixed = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": hidden // 2, "head_dim": 64}
+    config = (Qwen3MoeConfig if experts else LlamaConfig)(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=blocks,
         num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
         max_position_embeddings=tokens,
         bos_token_id=0,
         eos_token_id=1,
+        **(mixed if experts else {}),
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     np.save(folder / "ids.npy", torch.randint(vocabulary, (sequences, tokens)).numpy())

@@ -17,7 +17,7 @@ from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.attentions import cache_policies
 from compress.models.caches.base import tensor_names
-from compress.models.computation import mark_kept
+from compress.models.computation import mark_kept, mark_read
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import End
 from compress.models.tensors import assign
@@ -134,6 +134,7 @@ class OpenModel:
     ) -> OpenModel:
         """Wrap a model that is entirely in memory."""
         mark_kept(model)
+        mark_read(model)
         parameter, apart = next(model.parameters()), getattr(model, UNDECLARED, {})
         place = parameter.device, parameter.dtype
         return cls(model, find_blocks(model), Weights(), tokenizer, source, "", *place, undeclared=dict(apart))

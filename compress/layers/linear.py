@@ -47,6 +47,10 @@ def parts_of(weight: Weight) -> list[WeightPart]:
     return [weight] if isinstance(weight, WeightPart) else list(weight)
 
 
+READ_DIRECTLY = "compress_read_directly"
+"""The attribute of a linear whose weight a forward pass reads itself, so that it must have the model's dtype."""
+
+
 class CompressedLinear(nn.Module):
     """y = sum over parts of part.product(t(x)) + bias, where t applies the transforms of the input in order.
 
@@ -59,6 +63,7 @@ class CompressedLinear(nn.Module):
         role: whether rows are looked up too (`layers.embedding`).
         sparsity: pattern and count of the mask; None without a mask.
         mask_words: packed mask, unless the only part stores its own.
+        weight_dtype: dtype of `weight` where a forward pass reads it itself; None: that of the first part.
         shared_input: computes several layers with the same input in one call.
         traced: operands of the layer's custom operator in a traced step.
     """
@@ -66,6 +71,7 @@ class CompressedLinear(nn.Module):
     parts: nn.ModuleList
     transforms: nn.ModuleList
     mask_words: Tensor | None
+    weight_dtype: torch.dtype | None = None
     shared_input: SharedInput | None = None
     traced: tuple[int, int, int, int, float] | None = None
 
@@ -91,7 +97,10 @@ class CompressedLinear(nn.Module):
         transposed = isinstance(module, Conv1D)
         weight = module.weight.detach()
         bias = None if module.bias is None else module.bias.detach()
-        return cls(weight.T if transposed else weight, bias, transposed)
+        layer = cls(weight.T if transposed else weight, bias, transposed)
+        if READ_DIRECTLY in vars(module):
+            layer.weight_dtype = weight.dtype
+        return layer
 
     # The weight
 
@@ -122,8 +131,8 @@ class CompressedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """The dense weight, in the dtype of the first part."""
-        return self.weight_as(self.all_parts[0].dtype)
+        """The dense weight, in the dtype of the first part, or in `weight_dtype`."""
+        return self.weight_as(self.weight_dtype or self.all_parts[0].dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """Dequantize the weight in `dtype`."""
@@ -343,6 +352,8 @@ class CompressedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
         self.traced = None
+        if self.weight_dtype is not None:
+            self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -429,6 +440,7 @@ def renew_linear(root: nn.Module, name: str) -> CompressedLinear:
     """Replace the linear `name` of `root` by one of the same shape without weights and mask; its bias is preserved."""
     original = CompressedLinear.of(root.get_submodule(name))
     compressed = CompressedLinear(torch.empty(original.shape, device="meta"), original.bias, original.transposed)
+    compressed.weight_dtype = original.weight_dtype
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, compressed)
     return compressed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dis import get_instructions
+from functools import cache
 from inspect import unwrap
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from compress.errors import ModelError, RecipeError
+from compress.layers.linear import READ_DIRECTLY, linears
 from compress.native.library import available
 from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name, fast_dtype
 
@@ -108,6 +110,13 @@ def kept_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in marks.get(leaf, ()) else dtype
 
 
+def mark_read(model: nn.Module) -> None:
+    """Mark the linears whose weights a forward pass reads itself; the weight of a compressed one is then cast."""
+    for name, module in linears(model).items():
+        if reads_weight(model, name):
+            vars(module)[READ_DIRECTLY] = True
+
+
 def reads_weight(model: nn.Module, name: str) -> bool:
     """Return whether a forward pass reads the weight of a layer itself, as in `x.to(self.lm_head.weight.dtype)`.
 
@@ -117,7 +126,12 @@ def reads_weight(model: nn.Module, name: str) -> bool:
         name: of the layer.
     """
     owner, _, leaf = name.rpartition(".")
-    functions = [getattr(type(model.get_submodule(owner)), key) for key in dir(type(model.get_submodule(owner)))]
+    return _reads_weight(type(model.get_submodule(owner)), leaf)
+
+
+@cache
+def _reads_weight(owner: type[nn.Module], leaf: str) -> bool:
+    functions = [getattr(owner, key) for key in dir(owner)]
     forwards = [unwrap(f) for f in functions if callable(f) and "forward" in getattr(f, "__name__", "")]
     codes = [f.__code__ for f in forwards if hasattr(f, "__code__")]
     loads = ([i.argval for i in get_instructions(code)] for code in codes)

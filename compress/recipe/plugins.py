@@ -30,6 +30,7 @@ from compress.errors import RecipeError, did_you_mean
 from compress.passes import PASSES
 from compress.passes.contract.discovery import class_of_file, is_class
 from compress.passes.contract.passes import Pass
+from compress.passes.contract.problems import Problems
 from compress.passes.contract.wording import recipe_error
 from compress.recipe.installed import GROUP, installed
 
@@ -151,8 +152,10 @@ def load_files(paths: Sequence[str]) -> dict[str, type[Pass]]:
 
     Raises:
         RecipeError: as `load_file`, and if two files have the same key or a file has the key of a built-in pass.
+        SeveralErrors: for several such files.
     """
     plugin_by_key: dict[str, Plugin] = {}
+    problems = Problems()
     for index, path in enumerate(paths):
         try:
             plugin = load_file(Path(path))
@@ -164,8 +167,10 @@ def load_files(paths: Sequence[str]) -> dict[str, type[Pass]]:
                     f"{path}: {plugin_by_key[key].path} holds a pass {key} too; rename one of them, or remove it"
                 )
         except RecipeError as error:
-            raise recipe_error(("plugins", index), str(error)) from error
+            problems.add(recipe_error(("plugins", index), str(error)))
+            continue
         plugin_by_key[key] = plugin
+    problems.check()
     return {key: plugin.step for key, plugin in plugin_by_key.items()}
 
 

@@ -226,15 +226,16 @@ class Recipe(BaseModel):
             settings: values that replace those of the recipe.
             folder: folder to which paths are relative; None: the current one.
         """
-        data, places = compose(text, name)
-        problems = Problems()
+        duplicates, problems = Problems(), Problems()
+        data, places = compose(text, name, duplicates)
         if folder is not None:
             data = located(data, folder, problems, [setting.place for setting in settings])
         data, origins = expanded(data, EXPANSIONS)
         data = apply_settings(data, settings, problems)
         recipe = problems.attempt(cls.model_validate, data)
-        if recipe is None or problems.errors:
-            raise together([located_error(error, name, places, origins, settings) for error in problems.errors])
+        if recipe is None or problems.errors or duplicates.errors:
+            located_errors = [located_error(error, name, places, origins, settings) for error in problems.errors]
+            raise together([*duplicates.errors, *located_errors])
         return recipe
 
     @classmethod

@@ -13,6 +13,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from compress.errors import RecipeError
+from compress.passes.contract.problems import Problems
 from compress.passes.contract.wording import Place
 
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
@@ -97,16 +98,19 @@ def read_file(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read ({error})") from error
 
 
-def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
+def compose(text: str, name: str, duplicates: Problems | None = None) -> tuple[Any, dict[Place, tuple[int, int]]]:
     """Return plain values, and (line, column), counted from 1, of every key and item.
 
     Args:
         text: YAML text.
         name: name of the text, for errors.
+        duplicates: keys that occur twice are collected here; the last value counts. None: they are raised.
 
     Raises:
-        RecipeError: if the text is not YAML, a key is no string, or a key occurs twice.
+        RecipeError: if the text is not YAML, a key is no string or occurs twice, or a scalar is not valid.
+        SeveralErrors: for several such keys and scalars.
     """
+    problems, repeated = Problems(), Problems()
     places: dict[Place, tuple[int, int]] = {(): (1, 1)}
 
     def walk(node: yaml.Node, path: Place) -> None:
@@ -115,15 +119,16 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
             for i, item in enumerate(node.value):
                 walk(item, (*path, i))
         elif isinstance(node, yaml.ScalarNode):
-            _check_scalar(node, name)
+            problems.attempt(_check_scalar, node, name)
         elif isinstance(node, yaml.MappingNode):
             keys: set[str] = set()
             for key, value in node.value:
                 line, column = _start(key)
                 if not isinstance(key, yaml.ScalarNode) or key.tag not in KEY_TAGS:
-                    raise RecipeError(f"{name}:{line}:{column}: a key must be a string; put it in quotes")
+                    problems.add(RecipeError(f"{name}:{line}:{column}: a key must be a string; put it in quotes"))
+                    continue
                 if key.value in keys:
-                    raise RecipeError(f"{name}:{line}:{column}: duplicate key {key.value!r}; remove one")
+                    repeated.add(RecipeError(f"{name}:{line}:{column}: duplicate key {key.value!r}; remove one"))
                 keys.add(key.value)
                 place = (*path, key.value)
                 places[place] = line, column
@@ -135,6 +140,11 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
         if root is None:
             raise RecipeError(f"{name}: the file is empty; a recipe needs the keys model and passes")
         walk(root, ())
+        if problems.errors or duplicates is None:
+            repeated.errors += problems.errors
+            repeated.check()
+        else:
+            duplicates.errors += repeated.errors
         return loader.construct_document(root), places
     except yaml.YAMLError as error:
         raise RecipeError(f"{_where(error, text, name)}: invalid YAML: {_reason(error)}") from error

@@ -124,3 +124,20 @@ def test_a_head_whose_dtype_the_model_reads_is_computed_in_that_of_the_computati
         found, wanted = streamed(ids()).logits.float(), expected(ids()).logits
     tolerance = 1e-5 if opened.dtype is torch.float32 else 2e-2
     assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize(("stored", "dtype", "storage"), [("float32", "float32", "bfloat16"), ("bfloat16",) * 3])
+def test_a_weight_that_the_model_reads_itself_is_in_the_dtype_of_the_computation(
+    stored, dtype, storage, recipe, tiny, ids, tmp_path
+):
+    """Mamba multiplies by `dt_proj.weight` without calling the layer."""
+    tiny("mamba").to(getattr(torch, stored)).save_pretrained(tmp_path / "model")
+    step = {"rtn": {"weights": "int4", "group_size": "channel"}}
+    save = {"format": "native", "dtype": storage}
+    asked = recipe(step, model=str(tmp_path / "model"), dtype=dtype, save=save, eval=None)
+    compress.run(asked, tmp_path / "out", progress=False)
+    for loaded in ("bfloat16", "float32"):
+        model, _ = compress.load(tmp_path / "out", dtype=loaded)
+        with torch.no_grad():
+            assert model(ids()).logits.isfinite().all()
+            assert model.to(torch.float32)(ids()).logits.isfinite().all()

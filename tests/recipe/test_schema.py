@@ -452,3 +452,23 @@ def test_facts_depend_on_options():
 
 def test_a_pattern_is_a_value_in_python():
     assert Wanda(pattern=Pattern("2:4")) == Wanda(pattern="2:4")
+
+
+def test_keys_that_occur_twice_are_listed_with_all_other_mistakes():
+    text = "model: x\nmodel: y\npasses:\n  - rtn: {scale: mse, scale: mse, zork: 1}\ndtype: zork\n"
+    with pytest.raises(SeveralErrors) as caught:
+        Recipe.from_text(text, "recipe")
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == 4 and all(line.startswith("- recipe:") for line in lines)
+    assert [line.split(":")[1] for line in lines if "duplicate key" in line] == ["2", "4"]
+
+
+def test_all_plugins_that_fail_are_listed(tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "recipe.yaml").write_text("model: x\nplugins:\n  - broken.py\n  - empty.py\npasses: [rtn]\n")
+    with pytest.raises(SeveralErrors) as caught:
+        Recipe.from_yaml(tmp_path / "recipe.yaml")
+    _, first, second = str(caught.value).splitlines()
+    assert "recipe.yaml:3:5" in first and "ZeroDivisionError" in first
+    assert "recipe.yaml:4:5" in second and "defines no pass" in second

@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from compress.checkpoint.sources.limits import limited
 from compress.checkpoint.sources.untrusted import check_config, check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
-from compress.models.computation import mark_kept
+from compress.models.computation import mark_kept, mark_read
 from compress.models.kinds.contract import own_classes
 
 TRUST = "set trust_remote_code: true to run it, if you trust its author"
@@ -83,6 +83,7 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
     assert model is not None
     model.tie_weights()
     mark_kept(model)
+    mark_read(model)
     generation = folder / "generation_config.json"
     try:
         if generation.exists():

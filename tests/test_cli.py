@@ -300,6 +300,13 @@ def test_options_replace_the_values_of_a_recipe(spell, texts):
         assert value == (found and (found.perplexity if key == "eval" else found.source))
 
 
+@pytest.mark.parametrize(("share", "value"), [("0.5", 0.5), ("auto", "auto")])
+def test_a_share_of_sampled_text_is_an_option(share, value):
+    text = "model: m\npasses: [gptq]\ncalibration: {source: self, temperature: 0.7, sequences: 8}\n"
+    settings = settings_of((), (), calibration="mixed", self_share=share)
+    assert compress.Recipe.from_text(text, settings=settings).calibration.self_share == value
+
+
 def test_a_model_can_be_left_to_the_command_line(pico, tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("passes: [{scheme: FP8-dynamic}]\n")

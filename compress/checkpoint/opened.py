@@ -192,3 +192,14 @@ class OpenModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def whole(self) -> Iterator[PreTrainedModel]:
+        """Yield the model with the weights of all blocks, which are released at the end."""
+        try:
+            for block in self.blocks:
+                self.bring(block)
+            yield self.model
+        finally:
+            for block in self.blocks:
+                self.weights.release(block)

@@ -29,6 +29,9 @@ OF_A_TEXT = (
     "max_tokens_per_document",
     "packing",
     "bos",
+    "temperature",
+    "max_repetition",
+    "self_share",
 )
 """Options of a calibration text, which another text does not take over."""
 
@@ -54,6 +57,7 @@ SETTINGS = (
     ),
     click.option("--dtype", help="Dtype of computation: auto, float32, bfloat16 or float16."),
     click.option("--calibration", metavar="SOURCE", help="Calibration text: a name, or a .txt, .jsonl or .npy file."),
+    click.option("--self-share", metavar="SHARE", help="Share of the calibration that the model samples, or auto."),
     click.option(
         "--eval", "texts", multiple=True, metavar="SOURCE", help="Evaluation text, or none for no evaluation."
     ),
@@ -110,21 +114,28 @@ def settings_of(
     sets: tuple[str, ...],
     texts: tuple[str, ...],
     limits: tuple[str, ...] = (),
-    *,
-    model: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    calibration: str | None = None,
+    **values: str | None,
 ) -> list[Any]:
-    """Return the settings that the options of `recipe_options` state, in the order in which they apply: --set last."""
+    """Return the settings that the options of `recipe_options` state, in the order in which they apply: --set last.
+
+    Args:
+        sets: Values of --set.
+        texts: Values of --eval.
+        limits: Values of --fail-if.
+        values: Values of --model, --device, --dtype, --calibration and --self-share; None for an option without one.
+    """
     from compress.recipe.settings import Setting, read_setting
 
-    replacements = [("--model", model, ("model",)), ("--device", device, ("device",)), ("--dtype", dtype, ("dtype",))]
+    stated = {name: value for name, value in values.items() if value is not None}
     settings = [
-        Setting(place, value, f"{option} {value}") for option, value, place in replacements if value is not None
+        Setting((name,), stated[name], f"--{name} {stated[name]}")
+        for name in ("model", "device", "dtype")
+        if name in stated
     ]
-    if calibration is not None:
+    if (calibration := stated.get("calibration")) is not None:
         settings.append(Setting(("calibration", "source"), calibration, f"--calibration {calibration}", OF_A_TEXT))
+    if (share := stated.get("self_share")) is not None:
+        settings.append(Setting(("calibration", "self_share"), share, f"--self-share {share}"))
     if negations := [text for text in texts if text.lower() in NEGATIONS]:
         raise RecipeError(f"--eval {negations[0]}: write --eval none for no evaluation, or the name of a text")
     if texts:

@@ -110,10 +110,11 @@ def sample(
     Text is tokenized without special tokens, joined (`join`) and cut from its start (`windows`); without packing, each
     sequence is the start of one document. prefix: tokens that every sequence begins with; they count in `length`. The
     calibration part takes sequences at random without replacement, the same ones for the same `seed`; of a large text,
-    from pieces that are drawn before they are tokenized (`POOL`). The test part takes the first ones in order, and all
-    of a text that has fewer. `sequences=None` takes every sequence in order; text always needs a `length`. The parts of
-    a divided text are disjoint (`TextShare`). A .npy file holds ids ([n, m], integers): its first `sequences` rows and
-    first `length` columns are taken, or all of them for None; `tokenizer`, `seed` and `prefix` are ignored.
+    from pieces that are drawn before they are tokenized (`POOL`); of `mixed`, the first ones. The test part takes the
+    first ones in order, and all of a text that has fewer. `sequences=None` takes every sequence in order; text always
+    needs a `length`. The parts of a divided text are disjoint (`TextShare`). A .npy file holds ids ([n, m], integers):
+    its first `sequences` rows and first `length` columns are taken, or all of them for None; `tokenizer`, `seed` and
+    `prefix` are ignored.
 
     Raises `CalibrationError` when the source cannot provide the sequences.
     """
@@ -131,7 +132,7 @@ def sample(
             f"{part}: {source.label} text needs a tokenizer, and the model has none; use ids in a .npy file"
         )
     reading = TextReading(source, part, tokenizer, length, tuple(prefix), _share(source, part, tokenizer))
-    if sequences is None or part == "test":
+    if sequences is None or part == "test" or source.is_ordered:
         cut, tokens, tally = reading.first(sequences)
         reading.check(cut, tokens, tally.documents, sequences)
     else:

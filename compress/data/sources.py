@@ -9,25 +9,23 @@ import codecs
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE, check_local, dataset_rows, told_of
 from compress.data.forms import RowReader
+from compress.data.mixed_text import embedded_text, mixed_text
 from compress.data.pieces import Piece, TextTally, pieces_of
 from compress.data.text_source import HUB_DOCUMENTS, PYTHON, SECTIONS, GivenText, Part, TextSource, as_source
 from compress.errors import CalibrationError, did_you_mean
 
 CHUNK = 1 << 20
 """Bytes that are read of a file at once."""
-TEST_RESIDUES = range(8)  # of 20; their topics hold 22 to 23% of the characters in CPython 3.10 to 3.13
 
 
 class HubSet(NamedTuple):
@@ -52,6 +50,9 @@ HUB_SETS = {
     ),
     "ultrachat": HubSet("HuggingFaceH4/ultrachat_200k", None, None, {"calibration": "train_sft", "test": "test_sft"}),
 }
+
+INSTALLED = {"embedded": embedded_text, "mixed": mixed_text}
+"""Texts that need no network and no file, by name: functions of the part."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Yield the documents of `source` in pieces, so that a large text is never in memory whole.
 
-    `source` is `embedded`, a hub set (`wikitext`, `c4`, `ultrachat`), a data set, the path of a .txt file (one
+    `source` is `embedded`, `mixed`, a hub set (`wikitext`, `c4`, `ultrachat`), a data set, the path of a .txt file (one
     document), or the path of a .jsonl file (one object per line) or .json file (a list of objects), whose rows have one
     of the forms of `forms.py`. A file has no parts: both parts read the whole file. Conversations are formatted by the
     chat template, or as `role: content` lines if there is none. c4 and ultrachat return their first `HUB_DOCUMENTS`
@@ -119,8 +120,8 @@ def _pieces(
     elif isinstance(source, GivenText) and source.data.rows is not None:
         rows = ((f"{source.label}: item {number}", row) for number, row in enumerate(source.data.rows))
         yield from _documents(rows, source, tokenizer, tally)
-    elif name == "embedded":
-        for tally.rows, document in enumerate(embedded_text(part), start=1):
+    elif name in INSTALLED:
+        for tally.rows, document in enumerate(INSTALLED[name](part), start=1):
             yield from pieces_of(tally.rows - 1, [document])
     elif name in HUB_SETS:
         with told_of(part, name, f"({HUB_SETS[name].path}) could not be loaded from the hub"):
@@ -154,7 +155,7 @@ def check_source(source: TextSource, part: Part) -> None:
         check_local(source, part)
     elif Path(str(source.source)).suffix in (".txt", ".jsonl", ".json", ".npy"):
         check_file(Path(str(source.source)))
-    elif source.source not in ("embedded", "self", *HUB_SETS):
+    elif source.source not in (*INSTALLED, "self", *HUB_SETS):
         raise CalibrationError(_no_text(str(source.source)))
 
 
@@ -210,35 +211,6 @@ def text_sha256(documents: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def embedded_text(part: Part) -> list[str]:
-    """Return the documents of `pydoc_data.topics` in this part, sorted by the name of their topic.
-
-    The split is by topic and is fixed by the hash of its name. Some topics repeat passages of others, so paragraphs
-    that occur in the test part are removed from the calibration part (ignoring white space).
-    """
-    names = sorted(topics)
-    test = [topics[name] for name in names if _is_test(name)]
-    if part == "test":
-        return test
-    held_out = {" ".join(paragraph.split()) for text in test for paragraph in _paragraphs(text)}
-    documents = []
-    for name in names:
-        if not _is_test(name):
-            paragraphs = [p for p in _paragraphs(topics[name]) if " ".join(p.split()) not in held_out]
-            documents.append("\n\n".join(paragraphs))
-    return [document for document in documents if document]
-
-
-def _is_test(topic: str) -> bool:
-    """Whether a topic of the embedded corpus belongs to the test part."""
-    return int(hashlib.sha256(topic.encode()).hexdigest(), 16) % 20 in TEST_RESIDUES
-
-
-def _paragraphs(text: str) -> list[str]:
-    """Split a text at its blank lines."""
-    return [paragraph for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
-
-
 def _no_text(source: str) -> str:
     """The error message for a source without text."""
     if source == "self":
@@ -250,7 +222,7 @@ def _no_text(source: str) -> str:
         return f"calibration: {source} holds ids, not text; use token_ids, or a .txt or .jsonl file"
     if Path(source).suffix == ".npz":
         return f"calibration: {source} holds several arrays; write the one of token ids with numpy.save to a .npy file"
-    hint = did_you_mean(source, ["embedded", "self", *HUB_SETS])
+    hint = did_you_mean(source, [*INSTALLED, "self", *HUB_SETS])
     kinds = "for a file write its path (.txt, .jsonl, .json, .npy), for a data set of the hub dataset: OWNER/NAME"
     return f"calibration: unknown source {source!r}{hint}; {kinds}"
 

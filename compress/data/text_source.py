@@ -26,6 +26,9 @@ SECTIONS: dict[Part, str] = {"calibration": "calibration", "test": "eval"}
 PYTHON = "python"
 """The source of data that a program passes to `run`; a recipe cannot state the data itself."""
 
+SAMPLING = ("temperature", "max_repetition")
+"""Options of text that the model samples."""
+
 CHATS = (".jsonl", ".json", "ultrachat")
 """Endings of sources whose documents may be conversations."""
 
@@ -50,8 +53,8 @@ class TextSource(BaseModel):
 
     source: PathText = Field(
         default="embedded",
-        description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl, .json or .npy file; for recordings "
-        "and pictures a .jsonl, .json or .safetensors file",
+        description="embedded, mixed, wikitext, c4, ultrachat, self, or a .txt, .jsonl, .json or .npy file; for "
+        "recordings and pictures a .jsonl, .json or .safetensors file",
     )
     dataset: PathText = Field(
         default=None, description="instead of source: a data set by hub id, local folder, or .parquet, .csv, .json file"
@@ -88,6 +91,14 @@ class TextSource(BaseModel):
         description="whether each sequence begins with the beginning-of-sequence token, which counts in its length; "
         "null: if the tokenizer adds one to a text",
     )
+    temperature: float = Field(default=1.0, gt=0, description="of sampling, for source: self")
+    max_repetition: float = Field(
+        default=0.3,
+        ge=0,
+        le=1,
+        description="for source: self: sequences are sampled again if a larger share of their runs of 8 tokens "
+        "occurred before in them",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -110,7 +121,7 @@ class TextSource(BaseModel):
     def _useless(self) -> dict[str, str]:
         """Return the options without effect on this text, with the reason."""
         if self.dataset is not None or self.source is None:
-            return {}
+            return dict.fromkeys(SAMPLING, f"{self.label} is not sampled")
         of_data_sets = f"it is an option of data sets, and the source is {self.source}"
         reasons: dict[str, str] = dict.fromkeys(("config", "split", "revision", "max_documents"), of_data_sets)
         if not self.source.endswith(CHATS):
@@ -121,6 +132,8 @@ class TextSource(BaseModel):
             reasons |= {"divided": f"calibration and evaluation read different texts of {self.source} already"}
         if self.stored or self.sampled:
             reasons |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
+        if not self.sampled:
+            reasons |= dict.fromkeys(SAMPLING, f"{self.label} is not sampled")
         if self.stored:
             reasons |= {"bos": f"the ids of {self.source} are not changed"}
         return reasons
@@ -139,6 +152,11 @@ class TextSource(BaseModel):
     def sampled(self) -> bool:
         """Whether the text is sampled from the model itself."""
         return self.source == "self"
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether calibration takes the first sequences of the text, whose start holds all of its kinds."""
+        return self.source == "mixed"
 
     @property
     def label(self) -> str:

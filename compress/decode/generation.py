@@ -15,6 +15,7 @@ from compress.decode.caches import LENGTHS as LENGTHS
 from compress.decode.caches import DecodingCache, DecodingWindow, GrowingLayer
 from compress.decode.decoding import TracedDecoding
 from compress.kernels import dispatch
+from compress.models.cache_size import cache_bytes
 from compress.models.computation import widened_from
 from compress.models.kinds.contract import text_config
 
@@ -125,21 +126,6 @@ def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> Deco
     """Create a cache for `length` tokens; None for a model that has other states than keys and values."""
     cache = DecodingCache(model, length, dtype)
     return cache if all(isinstance(layer, GrowingLayer) for layer in cache.layers) else None
-
-
-def cache_bytes(model: PreTrainedModel, batch: int, length: int, dtype: torch.dtype) -> float:
-    """Estimate the size in bytes of a cache of keys and values, with the shapes of the first layer for all layers.
-
-    Returns:
-        Infinity for a model whose config has no number of heads.
-    """
-    config: Any = text_config(model.config)
-    count = getattr(config, "num_attention_heads", None)
-    if not isinstance(count, int):
-        return float("inf")
-    heads = getattr(config, "num_key_value_heads", None) or count
-    width = getattr(config, "head_dim", None) or config.hidden_size // count
-    return 2 * config.num_hidden_layers * batch * heads * width * length * dtype.itemsize
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:

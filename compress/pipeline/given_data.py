@@ -22,6 +22,7 @@ from compress.errors import CalibrationError, reported_as
 from compress.models.kinds.batch import IDS, MASK, Examples
 from compress.models.kinds.kinds import adapter_of, examples_of, most_tokens
 from compress.models.structure.ends import vocabulary_size
+from compress.pipeline.defaults import with_self_share
 from compress.pipeline.texts import calibration_examples
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
@@ -50,6 +51,7 @@ def examples_in(data: Any, opened: OpenModel, recipe: Recipe) -> Examples:
     if isinstance(data, str | os.PathLike):
         data = Calibration(source=os.fspath(data))
     if isinstance(data, Calibration):
+        data, _ = with_self_share(data, recipe.passes, opened.model)
         return calibration_examples(recipe.model_copy(update={"calibration": data}), opened)[0]
     if isinstance(data, Examples | Mapping | Tensor):
         examples = examples_of(opened.model, _integers(data) if isinstance(data, Tensor) else data)

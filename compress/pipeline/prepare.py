@@ -122,8 +122,8 @@ def prepare(
     accept = settled_check(resolved)
     evaluated = eval_examples(recipe, opened)
     texts = {use.text: windows for windows, use in evaluated}
-    with run.phase("calibration text"):
-        examples, uses = calibration_examples(recipe, opened)
+    with run.phase("calibration text"), processes.first_goes_first():  # the others read what the first one sampled
+        examples, uses = calibration_examples(recipe, opened, memory_bytes)
     overlaps = overlaps_of(texts, examples) if calibrates(resolved.steps) else {}
     for name, share in overlaps.items():
         if share:

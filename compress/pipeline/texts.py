@@ -11,9 +11,7 @@ from transformers import PreTrainedModel
 from compress.checkpoint.opened import OpenModel
 from compress.data.dataset_rows import origin
 from compress.data.ids import Sample, TextUse, check_text, model_sample
-from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.overlap import overlap_of
-from compress.data.self_sampling import self_sampled
 from compress.data.text_source import GivenText, Part, TextSource, as_source
 from compress.errors import RecipeError, reported_as
 from compress.evaluate.harness.tasks import check_tasks
@@ -21,6 +19,7 @@ from compress.evaluate.windows import check_stride, evaluation_examples
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
 from compress.passes.contract.problems import Problems
+from compress.pipeline.sampled_text import sampled_ids
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
@@ -177,14 +176,19 @@ def _check_evaluated(opened: OpenModel, text: TextSource | str, settings: Evalua
         check_text(opened.model, opened.tokenizer, as_source(text), "test", settings.windows, settings.length)
 
 
-def calibration_examples(recipe: Recipe, opened: OpenModel) -> tuple[Examples, list[TextUse]]:
+def calibration_examples(
+    recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None
+) -> tuple[Examples, list[TextUse]]:
     """The recipe's calibration examples, and the use of each of its texts.
 
-    The sequences of a mixture are shuffled, so that each batch holds sequences of several texts.
+    The sequences of a mixture are shuffled, so that each batch holds sequences of several texts. memory_bytes: limit of
+    memory in which a text is sampled; None: what is available.
 
     Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
     """
-    samples = [_calibration_sample(recipe, text, count, opened) for text, count in recipe.calibration.texts()]
+    samples = [
+        _calibration_sample(recipe, text, count, opened, memory_bytes) for text, count in recipe.calibration.texts()
+    ]
     examples = Examples(tuple(example for part, _ in samples for example in part))
     if len(samples) > 1:
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(recipe.seed))
@@ -192,17 +196,16 @@ def calibration_examples(recipe: Recipe, opened: OpenModel) -> tuple[Examples, l
     return examples, [use for _, use in samples]
 
 
-def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, opened: OpenModel) -> Sample:
+def _calibration_sample(
+    recipe: Recipe, text: TextSource, count: int | None, opened: OpenModel, memory_bytes: int | None
+) -> Sample:
     length = recipe.calibration.length
     if not text.sampled:
         return model_sample(opened.model, opened.tokenizer, text, "calibration", count, length, recipe.seed)
     check_text(opened.model, opened.tokenizer, text, "calibration", count, length)
-    with opened.streaming() as model:
-        tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
-        prefix = opening_tokens(text, tokenizer, "calibration")
-        ids = self_sampled(model, tokenizer, count or 64, length or 512, recipe.seed, prefix=prefix)
-        examples = adapter_of(model).of_ids(model, ids)
-    return examples, TextUse.of_examples(text.label, "calibration", examples, bos=len(prefix) > 0)
+    ids, has_bos = sampled_ids(opened, text, count or 64, length or 512, recipe.seed, memory_bytes)
+    examples = adapter_of(opened.model).of_ids(opened.model, ids)
+    return examples, TextUse.of_examples(text.label, "calibration", examples, bos=has_bos)
 
 
 def overlaps_of(texts: Mapping[str, Examples], calibration: Examples) -> dict[str, float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from compress.data.ids import shares
-from compress.data.text_source import PYTHON, GivenData, GivenText, TextSource, path_text
+from compress.data.text_source import PYTHON, SAMPLING, GivenData, GivenText, TextSource, path_text
 from compress.passes.contract.options import Options, option_error
 from compress.passes.contract.problems import for_all
 
@@ -62,6 +62,11 @@ class Calibration(Options, TextSource):
     mixture: Mixture = Field(
         default=None, description="instead of source: several texts, each with a weight, {source: ..., weight: 2}"
     )
+    self_share: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = Field(
+        default=0.0,
+        description="share of the sequences that the model samples itself (source: self) in place of the text; auto: "
+        "half, where passes calibrate, the model generates text and its weights fit into half of the memory",
+    )
     sequences: int | None = Field(
         default=64, gt=0, description="number of sequences; null: all sequences of a .npy file"
     )
@@ -70,10 +75,11 @@ class Calibration(Options, TextSource):
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.mixture is None:
+        if self.mixture is None and self.self_share in (0, "auto"):
             return self
         if self.sequences is None or self.length is None:
-            raise ValueError("a mixture needs sequences and length, of which each text gets its share")
+            name = "self_share" if self.mixture is None else "a mixture"
+            raise ValueError(f"{name} needs sequences and length, of which each text gets its share")
         if empty := [text.label for text, count in self.texts() if count == 0]:
             raise ValueError(
                 f"sequences {self.sequences} leave none for {empty[0]}; use more sequences or a larger weight"
@@ -82,16 +88,25 @@ class Calibration(Options, TextSource):
 
     def _useless(self) -> dict[str, str]:
         if self.mixture is None:
-            return super()._useless()
+            reasons = super()._useless()
+            if self.self_share and not self.sampled:
+                reasons = {name: reason for name, reason in reasons.items() if name not in SAMPLING}
+            return reasons | ({"self_share": "the whole text is sampled"} if self.sampled else {})
         names = set(TextSource.model_fields) - set(self.kinds)
         return dict.fromkeys(sorted(names), "a mixture has this option in each of its texts")
 
     def texts(self) -> list[tuple[TextSource, int | None]]:
         """Return each text with its number of sequences; None: all sequences of a .npy file."""
-        if self.mixture is None:
+        share = 0.0 if self.self_share == "auto" else self.self_share
+        if self.mixture is None and not share:
             return [(self, self.sequences)]
         assert self.sequences is not None
-        return list(zip(self.mixture, shares([text.weight for text in self.mixture], self.sequences), strict=True))
+        texts: list[TextSource] = [self] if self.mixture is None else list(self.mixture)
+        weights = [1.0] if self.mixture is None else [text.weight for text in self.mixture]
+        if share:
+            weights = [weight / sum(weights) * (1 - share) for weight in weights] + [share]
+            texts.append(TextSource(source="self", **({} if self.mixture else self._stated(SAMPLING))))
+        return list(zip(texts, shares(weights, self.sequences), strict=True))
 
     def with_source(self, source: str) -> Calibration:
         """Return the same shape with another text in place of the source, the data set or the mixture."""
@@ -102,7 +117,10 @@ class Calibration(Options, TextSource):
         return GivenCalibration(source=PYTHON, data=data, **self._shape())
 
     def _shape(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("sequences", "length", "batch") if name in self.model_fields_set}
+        return self._stated(("sequences", "length", "batch"))
+
+    def _stated(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
 
 
 class GivenCalibration(GivenText, Calibration):

@@ -1,10 +1,11 @@
 """Rows against each other on the same windows: loss, KL and seconds, paired standard errors, and the spread over orders.
 
-    python eval/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test TEXT --calibration TEXT \
+    python eval/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test TEXT --calibration TEXT[,TEXT...]... \
         [--windows 8] [--sequences 16] [--length 512] [--bos calibration test] [--orders 5] [--threads 1]
 
-ROW: a row of rows.py. TEXT: token ids (.npy), or a source with --length: embedded, the path of a text file, ... The
-first row is the base of the paired differences (row minus base, mean over windows, and its standard error) in loss and
+ROW: a row of rows.py. TEXT: token ids (.npy), or a source with --length: embedded, the path of a text file, ...
+Several texts with commas between them are a mixture in equal shares, and `self` is text that the model samples. Each
+row is run with each calibration. The first row with the first calibration is the base of the paired differences (row minus base, mean over windows, and its standard error) in loss and
 in KL. --bos: texts whose sequences begin with the tokens that the tokenizer adds before a text, as those of recipes do;
 none by default. KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
 N times: the calibration sequences as given, then permuted, in other batches, and with another number of threads; spread
@@ -17,8 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +32,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import compress
-from compress.data.ids import sample
+from compress.data.ids import sample, shares
 from compress.data.opening import special_tokens_around
+from compress.data.self_sampling import Sampling, self_sampled
 from compress.data.text_source import Part
 from compress.numerics.statistics import mean
 
@@ -56,8 +61,9 @@ ORDERS = [Order(), Order(seed=1), Order(seed=2, batch=2), Order(threads=1), Orde
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("rows", nargs="+", metavar="ROW")
-    for name in ("model", "test", "calibration"):
+    for name in ("model", "test"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--calibration", required=True, nargs="+", metavar="TEXT[,TEXT...]")
     parser.add_argument("--orders", type=int, default=1, choices=range(1, len(ORDERS) + 1))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--windows", type=int, help="of the test; all if not given")
@@ -72,18 +78,40 @@ def main() -> None:
     def ids_of(source: str, part: Part, count: int | None) -> Tensor:
         return sample(source, part, tokenizer, count, arguments.length, 0, prefix.get(part, ()))[0]
 
+    def mixed(text: str) -> Tensor:
+        sources = text.split(",")
+        counts = [arguments.sequences] if len(sources) == 1 else shares([1.0] * len(sources), arguments.sequences)
+        ids = torch.cat([calibration_ids(source, count) for source, count in zip(sources, counts, strict=True)])
+        return ids if len(sources) == 1 else ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+
+    @cache
+    def calibration_ids(source: str, count: int | None) -> Tensor:
+        if source != "self":
+            return ids_of(source, "calibration", count)
+        begin, sampling = process_time(), Sampling(prefix=tuple(prefix.get("calibration", ())))
+        ids = self_sampled(model, tokenizer, count, arguments.length, 0, sampling)
+        seconds = process_time() - begin
+        print(json.dumps({"sampled tokens": ids.numel(), "seconds": round(seconds, 1)}), flush=True)
+        return ids
+
     windows = ids_of(arguments.test, "test", arguments.windows)
-    calibration = ids_of(arguments.calibration, "calibration", arguments.sequences)
-    model = opened(arguments.model)
+    model: Any = opened(arguments.model)
+    calibrations = {text: mixed(text) for text in arguments.calibration}
     reference = [log_probabilities(model, window).half() for window in windows]
     first: tuple[list[float], list[float]] | None = None
-    for name in arguments.rows:
-        found = []
+    for name, text in product(arguments.rows, calibrations):
+        found, calibration = [], calibrations[text]
         for order in ORDERS[: arguments.orders]:
             losses, kls, seconds = measure(arguments, name, order, calibration, windows, reference)
             first = first or (losses, kls)
             found.append(sum(losses) / len(losses))
-            row = {"row": name, "order": order.text, "loss": found[-1], "perplexity": float(np.exp(found[-1]))}
+            row = {
+                "row": name,
+                "calibration": text,
+                "order": order.text,
+                "loss": found[-1],
+                "perplexity": float(np.exp(found[-1])),
+            }
             rise, kl_rise = (
                 [a - b for a, b in zip(*both, strict=True)] for both in zip((losses, kls), first, strict=True)
             )
@@ -92,7 +120,10 @@ def main() -> None:
             print(json.dumps(row | {"seconds": round(seconds, 1)}), flush=True)
         if len(found) > 1:
             spread = float(np.exp(max(found) - min(found)) - 1)
-            print(json.dumps({"row": name, "mean_loss": sum(found) / len(found), "spread": spread}), flush=True)
+            print(
+                json.dumps({"row": name, "calibration": text, "mean_loss": sum(found) / len(found), "spread": spread}),
+                flush=True,
+            )
 
 
 def measure(

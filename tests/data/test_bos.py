@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from compress.data.ids import model_sample, windows
-from compress.data.self_sampling import self_sampled
+from compress.data.self_sampling import Sampling, self_sampled
 from compress.data.text_source import TextSource
 from compress.errors import CalibrationError
 from compress.evaluate.windows import evaluation_examples
@@ -95,9 +95,9 @@ def test_overlapping_windows_have_it_too(tiny, words, tokenizer):
 
 def test_sampled_text_begins_with_it(pico_model, pico):
     known = AutoTokenizer.from_pretrained(pico)
-    ids = self_sampled(pico_model, known, 3, 12, seed=0, prefix=[1])
+    ids = self_sampled(pico_model, known, 3, 12, 0, Sampling(prefix=[1]))
     assert ids.shape == (3, 12) and ids[:, 0].tolist() == [1, 1, 1]
-    assert self_sampled(pico_model, known, 2, 1, seed=0, prefix=[1]).tolist() == [[1], [1]]
+    assert self_sampled(pico_model, known, 2, 1, 0, Sampling(prefix=[1])).tolist() == [[1], [1]]
 
 
 def test_a_recipe_calibrates_with_it(recipe, in_memory, tiny, words, tokenizer):

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.data import ids as ids_of
-from compress.data import self_sampling, sources
-from compress.data.text_source import Part
+from compress.data import mixed_text, self_sampling, sources
+from compress.data.text_source import Part, TextSource
 from compress.data.tokenization import token_stream
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import Examples
@@ -42,13 +42,13 @@ def model():
 
 
 def test_both_parts_have_text():
-    sizes = {part: sum(map(len, sources.embedded_text(part))) for part in ("calibration", "test")}
+    sizes = {part: sum(map(len, mixed_text.embedded_text(part))) for part in ("calibration", "test")}
     assert 0.15 < sizes["test"] / sum(sizes.values()) < 0.30
 
 
 def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
     def paragraphs(part: Part) -> set[str]:
-        return {" ".join(p.split()) for text in sources.embedded_text(part) for p in text.split("\n\n")} - {""}
+        return {" ".join(p.split()) for text in mixed_text.embedded_text(part) for p in text.split("\n\n")} - {""}
 
     assert len(paragraphs("test")) > 300
     assert paragraphs("test").isdisjoint(paragraphs("calibration"))
@@ -56,7 +56,7 @@ def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
 
 @pytest.mark.parametrize(("topic", "is_test"), [("assignment", True), ("comparisons", False)])
 def test_the_split_is_fixed(topic, is_test):
-    assert (topics[topic] in sources.embedded_text("test")) is is_test
+    assert (topics[topic] in mixed_text.embedded_text("test")) is is_test
 
 
 def test_text_hash_follows_the_bounds_of_the_documents():
@@ -100,7 +100,7 @@ def test_test_ids_are_the_text_from_its_start(tokenizer):
     few = ids_of.token_ids("embedded", "test", tokenizer, 3, 64, seed=5)
     every = ids_of.token_ids("embedded", "test", tokenizer, None, 64, seed=6)
     assert torch.equal(few, every[:3])
-    assert sources.embedded_text("test")[0].startswith(tokenizer.decode(few[0]))
+    assert mixed_text.embedded_text("test")[0].startswith(tokenizer.decode(few[0]))
 
 
 def test_documents_are_joined_by_the_end_token(tokenizer):
@@ -159,7 +159,7 @@ def test_a_text_of_fewer_windows_is_measured_whole(tokenizer):
     ("source", "message"),
     [
         ("wikitxt", "unknown source 'wikitxt'; did you mean 'wikitext'"),
-        ("zzz", "known: c4, embedded, self, ultrachat, wikitext"),
+        ("zzz", "known: c4, embedded, mixed, self, ultrachat, wikitext"),
         ("self", "use self_sampled"),
         ("ids.npy", "ids.npy holds ids, not text"),
         ("missing.txt", "cannot read missing.txt: No such file.*offline sources: embedded"),
@@ -314,42 +314,95 @@ def test_stored_ids_that_are_not_there(tmp_path):
 # ---- sampled by the model itself ----
 
 
+def sampled(model, tokenizer, sequences=3, length=20, seed=3, **options):
+    return self_sampling.self_sampled(model, tokenizer, sequences, length, seed, self_sampling.Sampling(**options))
+
+
 def test_self_sampled(model, tokenizer):
     before = torch.random.get_rng_state()
-    ids = self_sampling.self_sampled(model, tokenizer, sequences=3, length=20, seed=3, batch=2)
+    ids = sampled(model, tokenizer, batch=2)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert ids.shape == (3, 20)
     assert ids.dtype == torch.int64
-    assert not torch.isin(ids, torch.tensor(tokenizer.all_special_ids)).any()
+    assert not torch.isin(ids[:, 0], torch.tensor(tokenizer.all_special_ids)).any()
     assert len({tuple(row) for row in ids.tolist()}) == 3
-    assert torch.equal(ids, self_sampling.self_sampled(model, tokenizer, 3, 20, seed=3, batch=2))
-    assert not torch.equal(ids, self_sampling.self_sampled(model, tokenizer, 3, 20, seed=4, batch=2))
+    assert torch.equal(ids, sampled(model, tokenizer, batch=2))
+    assert not torch.equal(ids, sampled(model, tokenizer, seed=4))
+
+
+@pytest.mark.parametrize("batch", [1, 3, None])
+def test_the_draws_of_a_sequence_do_not_depend_on_the_batch(model, tokenizer, batch):
+    assert torch.equal(sampled(model, tokenizer, 5, batch=batch), sampled(model, tokenizer, 5, batch=2))
 
 
 def test_self_sampled_begins_with_the_most_likely_tokens(model, tokenizer):
-    ids = self_sampling.self_sampled(model, tokenizer, sequences=8, length=12, seed=0)
+    ids = sampled(model, tokenizer, 8, 12, temperature=10.0)
     with torch.no_grad():
         logits = model(ids).logits[:, :-1]
     logits[..., tokenizer.eos_token_id] = -torch.inf
     likely = logits.argmax(dim=-1) == ids[:, 1:]
     assert likely[:, :3].all()
-    assert not likely[:, 5:].all()
+    assert not likely[:, 5:].any(dim=0).all()
+
+
+def test_after_the_end_of_a_document_another_one_starts(model, tokenizer):
+    end = tokenizer.eos_token_id
+    draws = torch.full((2, 3), 0.25, dtype=torch.float64)
+    chooser = self_sampling.DrawnTokens(draws, torch.tensor([7, 8]), torch.tensor([end]), 1.0)
+    logits = torch.zeros(2, model.config.vocab_size)
+    logits[:, 9] = 40.0
+    assert chooser(torch.tensor([[5, end], [end, 5]]), logits).argmax(dim=-1).tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("temperature", [0.01, 1.0])
+def test_tokens_have_the_probabilities_of_the_softmax(temperature):
+    logits = torch.tensor([[0.0, 1.0, 2.0]]) / temperature
+    draws = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+    counts = self_sampling.inverse_cdf(logits.expand(2000, -1), draws).bincount(minlength=3)
+    assert torch.allclose(counts / 2000, logits.softmax(-1)[0], atol=1e-3)
+
+
+def test_sequences_with_loops_are_sampled_again(model, tokenizer):
+    any_text = sampled(model, tokenizer, 8, 64, temperature=0.1, max_repetition=1.0)
+    shares = self_sampling.repetition(any_text)
+    limit = float(shares.mean())
+    assert float(shares.max()) > limit  # a cold model repeats itself
+    better = sampled(model, tokenizer, 8, 64, temperature=0.1, max_repetition=limit)
+    assert self_sampling.repetition(better).mean() < shares.mean()
+    first = any_text[shares <= limit]
+    assert torch.equal(better[: len(first)], first)
+
+
+def test_repetition_is_the_share_of_runs_that_came_before():
+    ids = torch.arange(24)
+    looped = torch.arange(8).repeat(3)
+    assert self_sampling.repetition(torch.stack([ids, looped])).tolist() == pytest.approx([0, 1 - 8 / 17])
+    assert self_sampling.repetition(torch.zeros(1, 4, dtype=torch.int64)).tolist() == [0]  # shorter than a run
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_short_self_sampled_sequences(model, tokenizer, length):
-    assert self_sampling.self_sampled(model, tokenizer, 3, length, seed=0).shape == (3, length)
+    assert sampled(model, tokenizer, length=length).shape == (3, length)
 
 
 def test_self_sampled_ignores_the_sampling_settings_of_the_model(model, tokenizer):
-    plain = self_sampling.self_sampled(model, tokenizer, 4, 24, seed=0)
+    plain = sampled(model, tokenizer, 4, 24)
     changed = AutoModelForCausalLM.from_pretrained(PICO)
-    changed.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.5, max_length=20)
-    assert torch.equal(plain, self_sampling.self_sampled(changed, tokenizer, 4, 24, seed=0))
+    settings = {"do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.5, "max_length": 20}
+    changed.generation_config.update(**settings)
+    assert torch.equal(plain, sampled(changed, tokenizer, 4, 24))
+    assert changed.generation_config.to_dict().items() >= settings.items()
 
 
 @pytest.mark.parametrize("name", ["sequences", "length", "batch"])
 def test_self_sampled_counts(model, tokenizer, name):
     counts = {"sequences": 1, "length": 8, "batch": 1, name: 0}
     with pytest.raises(CalibrationError, match=f"self: {name} is 0; use 1 or more"):
-        self_sampling.self_sampled(model, tokenizer, seed=0, **counts)
+        sampled(model, tokenizer, **counts)
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_repetition"])
+def test_options_of_sampling_belong_to_sampled_text(name):
+    assert getattr(TextSource(source="self", **{name: 0.5}), name) == 0.5
+    with pytest.raises(ValueError, match=f"{name} has no effect: embedded is not sampled"):
+        TextSource(source="embedded", **{name: 0.5})

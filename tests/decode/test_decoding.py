@@ -22,6 +22,7 @@ from compress.decode.acceleration import compile_generation
 from compress.decode.decoding import TracedDecoding
 from compress.decode.generation import LENGTHS, cache_dtype, fixed_cache
 from compress.kernels import dispatch
+from compress.models.cache_size import cache_bytes
 from compress.models.computation import remember_storage
 from compress.native.library import available
 
@@ -288,7 +289,7 @@ def test_a_cache_that_is_given_is_used(pico_model):
 
 def test_a_cache_that_would_be_too_large_grows_with_the_text(pico_model, monkeypatch):
     ids = torch.arange(1, 8)[None]
-    largest = generation_module.cache_bytes(pico_model, 1, 17, pico_model.dtype)
+    largest = cache_bytes(pico_model, 1, 17, pico_model.dtype)
     monkeypatch.setattr(generation_module, "LARGEST_CACHE", largest)
     found = traced_decoding(pico_model)
     generate_traced(pico_model, ids, 12)

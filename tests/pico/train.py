@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from compress.data.ids import token_ids
-from compress.data.sources import embedded_text, text_sha256
+from compress.data.mixed_text import embedded_text
+from compress.data.sources import text_sha256
 from compress.data.tokenization import token_stream
 
 MODEL = Path(__file__).parent / "model"

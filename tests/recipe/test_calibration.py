@@ -3,6 +3,7 @@
 import pytest
 
 import compress
+from compress import Calibration
 from compress.errors import RecipeError
 from compress.recipe.schema import Evaluate
 
@@ -106,3 +107,41 @@ def test_mistakes_in_evaluation(text, message):
 
 def test_names_alone_stay_names():
     assert Evaluate(perplexity=["embedded", "a.txt"]).perplexity == ("embedded", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"source": "mixed", "self_share": 0.5}, {"mixed": 4, "self": 4}),
+        ({"dataset": "some/set", "self_share": 0.25}, {"some/set": 6, "self": 2}),
+        (
+            {"mixture": [{"source": "a.txt"}, {"source": "b.txt"}], "self_share": 0.5},
+            {"a.txt": 2, "b.txt": 2, "self": 4},
+        ),
+        ({"source": "mixed", "self_share": "auto"}, {"mixed": 8}),  # until it is decided for a model
+        ({"source": "mixed"}, {"mixed": 8}),
+    ],
+)
+def test_sampled_text_takes_its_share_of_the_sequences(options, counts):
+    texts = Calibration(**options, sequences=8).texts()
+    assert {text.label: count for text, count in texts} == counts
+
+
+def test_sampled_text_has_the_options_of_sampling():
+    calibration = Calibration(source="mixed", self_share=0.5, temperature=0.7, sequences=8)
+    assert calibration.texts()[1][0].temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "self", "self_share": 0.5}, "self_share has no effect: the whole text is sampled"),
+        ({"source": "mixed", "self_share": 1.0}, "self_share"),
+        ({"source": "mixed", "self_share": 0.01, "sequences": 8}, "sequences 8 leave none for self"),
+        ({"source": "a.npy", "self_share": 0.5, "sequences": None}, "self_share needs sequences and length"),
+        ({"dataset": "some/set", "temperature": 0.5}, "temperature has no effect: some/set is not sampled"),
+    ],
+)
+def test_a_share_that_cannot_be_sampled(options, message):
+    with pytest.raises(ValueError, match=message):
+        Calibration(**options)

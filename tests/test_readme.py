@@ -225,7 +225,7 @@ CHECKS = {
     "compress-llm": parsed,
     "source": lambda arguments: None,
     **dict.fromkeys(
-        ("curl", "echo", "llama-cli", "llama-server", "mlx_lm.convert", "mlx_lm.server", "ollama", "vllm"),
+        ("curl", "echo", "llama-cli", "llama-server", "mlx_lm.server", "ollama", "vllm"),
         lambda arguments: None,  # servers, in blocks that say that they are not run
     ),
 }

@@ -20,6 +20,7 @@ from compress.checkpoint.caches import install_policies, read_policies
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.formats.mlx import MLX_KEY, mlx_config
 from compress.checkpoint.formats.native import WEIGHTS
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import StoredLayers, check_finite
@@ -49,7 +50,7 @@ MASKED_KEY = "compress_masked"
 """The entry of config.json that lists the linears whose zeros are pruned weights."""
 UNDECLARED = "compress_undeclared"
 """The attribute of a loaded model with `Checkpoint.undeclared`."""
-STATED = ("quantization_config", CONFIG_KEY)
+STATED = ("quantization_config", MLX_KEY, CONFIG_KEY)
 """The entries of config.json of a compressed checkpoint."""
 NARROW = (torch.bfloat16, torch.float16)
 """The stored dtypes whose numbers float32 holds exactly."""
@@ -158,8 +159,9 @@ class Checkpoint:
     def stated(self) -> Statement:
         """The content of config.json."""
         config = read_config(self.folder, self.source, self.trust_remote_code)
-        quantization, caches, _ = (vars(config).pop(key, None) for key in (*STATED, WEIGHTS))
-        format_, quantization = _format_of(quantization or autogptq_config(self.folder), self.source)
+        quantization, affine, caches, _ = (vars(config).pop(key, None) for key in (*STATED, WEIGHTS))
+        quantization = mlx_config(affine) or quantization or autogptq_config(self.folder)
+        format_, quantization = _format_of(quantization, self.source)
         return Statement(config, format_, quantization, caches, masked_in(config))
 
     @property
@@ -201,6 +203,19 @@ class Checkpoint:
         return self._model
 
     @cached_property
+    def named(self) -> dict[str, Place]:
+        """`stored`, with the codes of tied weights under the name of the head, where the model has their layer."""
+        if self.format is None or not self.format.embeddings:
+            return self.stored
+        names = {name: name for name in self.stored}
+        for end in find_ends(self.skeleton()):
+            weight = self.stored.get(f"{end.embedding}.weight")
+            if end.role == "tied" and weight is not None and not weight.header.floating:
+                start = f"{end.embedding}."
+                names |= {n: f"{end.name}.{n.removeprefix(start)}" for n in self.stored if n.startswith(start)}
+        return {names[name]: place for name, place in self.stored.items()}
+
+    @cached_property
     def schemes(self) -> dict[str, LayerScheme]:
         """Return the scheme of every compressed layer, by name."""
         if self.format is None:
@@ -213,8 +228,8 @@ class Checkpoint:
             schemes = call_foreign(
                 self.format.schemes,
                 self.stated.quantization,
-                linear_shapes,
-                {name: place.header.shape for name, place in self.stored.items()},
+                shapes if self.format.embeddings else linear_shapes,
+                {name: place.header.shape for name, place in self.named.items()},
             )
             for name, scheme in schemes.items():
                 if name not in shapes:
@@ -249,13 +264,13 @@ class Checkpoint:
 
         Raises ModelError for stored tensors that are not read.
         """
-        places = match(self.skeleton(), self.stored, self.packed)
+        places = match(self.skeleton(), self.named, self.packed)
         if places is not None:
             read = {*(place.key for place in places.values()), *tensor_names(self.caches)}
             for name, scheme in self.schemes.items():
                 assert self.format is not None
                 read |= {f"{name}.{inside}" for inside in self.format.readable(scheme)}
-            unread = [name for name in self.stored if name not in read]
+            unread = [name for name in self.named if name not in read]
             self._divide(unread)
         return places
 
@@ -263,7 +278,7 @@ class Checkpoint:
         """Divide stored tensors that are not read into those that a checkpoint of the model copies, and others."""
         names = undeclared(self.skeleton(), self.folder, unread)
         self.notes += names.notes
-        self.undeclared = {name: self.stored[name] for name in names.parts if name in self.stored}
+        self.undeclared = {name: self.named[name] for name in names.parts if name in self.named}
 
     @cached_property
     def dense_names(self) -> list[str]:
@@ -277,11 +292,11 @@ class Checkpoint:
         model, dtype = self.skeleton(), self.dtype
         dtypes = {name: kept_dtype(model, name, dtype) for name in self.places or ()}
         wider_dtypes = {name: wider for name, wider in dtypes.items() if wider != dtype}
-        return StoredTensors(self.stored | (self.places or {}), dtype, self.device, wider_dtypes)
+        return StoredTensors(self.named | (self.places or {}), dtype, self.device, wider_dtypes)
 
     def lacking(self) -> ModelError:
         """Return the error for files that do not hold the model."""
-        return lacking(self.skeleton(), self.folder, self.stored, self.packed)
+        return lacking(self.skeleton(), self.folder, self.named, self.packed)
 
     # ---- bringing weights into the model ----
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.mlx import MLX_KEY, mlx_config
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
@@ -126,17 +127,24 @@ def _inspect_files(
     source: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, Place], values: bool
 ) -> Inspection:
     quantization = config.get("quantization_config")
-    stated = quantization if isinstance(quantization, dict) else autogptq_config(folder) or {}
+    stated = mlx_config(config.get(MLX_KEY)) or quantization
+    stated = stated if isinstance(stated, dict) else autogptq_config(folder) or {}
     schemes = _own_schemes(stated, folder)
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):
         module, leaf = _split(name)
         modules.setdefault(module, {})[leaf] = stored[name].header
-    inspected = [_module(name, tensors, stated, schemes.get(name)) for name, tensors in modules.items()]
+    inspected = [_module(n, tensors, _settings(stated, n), schemes.get(n)) for n, tensors in modules.items()]
     zeros, notes = _zeros(folder, inspected, stored, stated) if values else ({}, [])
     inspected = [replace(module, zeros=zeros.get(module.name)) for module in inspected]
     files = {path.name: path.stat().st_size for path in sorted({place.path for place in stored.values()})}
     return Inspection(source, _method(stated), files, inspected, [*_cache_notes(config, folder), *notes])
+
+
+def _settings(stated: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a `quantization_config` with the entry of a module, as MLX has them."""
+    settings = stated.get(name)
+    return {**stated, **settings} if isinstance(settings, dict) else stated
 
 
 def _cache_notes(config: Mapping[str, Any], folder: Path) -> list[str]:

@@ -127,6 +127,18 @@ def blocks_of_bytes(tensors: Tensors, config: Mapping[str, Any]) -> Recognized |
     return Recognized(kind, 2 * weight.count, None, 2 * weight.count // max(1, absmax.count), _parts(tensors, *nested))
 
 
+def affine_words(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
+    """MLX: 32-bit words along the inputs, with a scale and a minimum per group. config: with the entry of the layer."""
+    words, scale, size, bits = tensors.get(WEIGHT), tensors.get("scales"), config.get("group_size"), config.get("bits")
+    matrix, scales = None if words is None else _matrix(words), None if scale is None else _matrix(scale)
+    if matrix is None or scales is None or "biases" not in tensors or not isinstance(size, int):
+        return None
+    width = scales[1] * size
+    if bits != matrix[1] * WORD // max(1, width):
+        return None
+    return Recognized(f"uint{bits}", matrix[0] * width, (matrix[0], width), size, ("codes", "minima"))
+
+
 def scaled_bytes(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
     """One byte per weight with scales: FP8 and int8 of compressed-tensors, and FP8 in blocks."""
     weight = tensors.get(WEIGHT)
@@ -165,6 +177,7 @@ LAYOUTS: tuple[Callable[[Tensors, Mapping[str, Any]], Recognized | None], ...] =
     compressed_words,
     words_along_inputs,
     blocks_of_bytes,
+    affine_words,
     scaled_bytes,
     tensor_subclasses,
     plain,

@@ -180,7 +180,8 @@ def outside_tensors(
     for end in (end for end in find_ends(opened.model) if end.name in layers):
         layer = layers[end.name]
         plain = format_.adapt(layer.scheme) is None or layer.scheme.plain
-        name = end.embedding if plain and end.embedding is not None else end.name  # where the dense model has it
+        is_embedding = (plain or format_.embeddings) and end.embedding is not None  # as in the dense model
+        name = str(end.embedding) if is_embedding else end.name
         stored = layer_tensors(layer, format_, storage)
         tensors |= {f"{name}.{key}": tensor for key, tensor in stored.items() if key != "bias"}
     result = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
@@ -212,6 +213,16 @@ def dense_modules(opened: OpenModel, compressed: set[str], shards: Iterable[Path
     owners = Counter(name.rpartition(".")[0] for name in cubes if min(shapes[name]) > 1)
     names += [f"{owner}." for owner, count in owners.items() if count == CUBES]
     return [name for name in dict.fromkeys(names) if name not in packed | tables]
+
+
+def named_as_stored(
+    schemes: Mapping[str, LayerScheme], opened: OpenModel, format_: Format
+) -> Mapping[str, LayerScheme]:
+    """Return schemes by the names of layers in the files: tied weights of some formats have that of the embedding."""
+    if not format_.embeddings:
+        return schemes
+    names = {end.name: end.embedding for end in find_ends(opened.model)}
+    return {names.get(name) or name: scheme for name, scheme in schemes.items()}
 
 
 def check_together(format_: Format, schemes: Mapping[str, LayerScheme]) -> None:

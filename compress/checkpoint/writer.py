@@ -24,7 +24,7 @@ from compress.checkpoint.containers.files import RESUMES, reason_of, write_json,
 from compress.checkpoint.containers.safetensors import INDEX, shard_name, write_shard
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
-from compress.checkpoint.save import check_together, dense_modules
+from compress.checkpoint.save import check_together, dense_modules, named_as_stored
 from compress.errors import SaveError
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
@@ -152,11 +152,12 @@ class CheckpointWriter:
         config["dtype"] = dtype_name(dtype)
         stated = stated_policy(opened.model, policies, format_)
         dense_names = dense_modules(opened, set(schemes), [self.folder / entry.file for entry in self.shards.values()])
-        quantization = format_.config(schemes, dense_names, __version__)
+        quantization = format_.config(named_as_stored(schemes, opened, format_), dense_names, __version__)
         if stated is not None:
             quantization = format_.state_cache(quantization, dense_names, stated)
         if quantization is not None:
-            config |= {"quantization_config": quantization, **format_.entries}
+            config["quantization_config"] = quantization
+        config |= format_.entries(quantization, opened.config)
         if stated is None:
             config |= policy_entries(policies)
         pruned = {name for entry in self.shards.values() for name in entry.masked}

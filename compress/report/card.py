@@ -37,9 +37,14 @@ INHERITED = ("license", "license_name", "license_link", "language")
 COMMANDS = {
     "llama.cpp": "llama.cpp runs `FOLDER/{file}` (not tested in this run).",
     "GPTQModel": 'GPTQModel loads it: `GPTQModel.load("FOLDER")` (not tested in this run).',
+    "mlx-lm": "mlx-lm runs it: `mlx_lm.generate --model FOLDER --prompt TEXT` (not tested in this run).",
     "AutoAWQ": 'AutoAWQ loads it: `AutoAWQForCausalLM.from_quantized("FOLDER")` (not tested in this run).',
 }
 """How programs other than transformers load a checkpoint; `file`: of a format with one file."""
+
+
+LIBRARIES = ("transformers", "mlx")
+"""Names of libraries on the Hub: of a program that reads the checkpoint, or of the format that is theirs."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def _metadata(report: RunResult, source: str, facts: CardFacts, inherited: dict[
     return {
         **(base if _on_hub(source) else {}),
         **inherited,
-        "library_name": "transformers" if "transformers" in _readers(report, facts) else PROJECT,
+        "library_name": next((name for name in LIBRARIES if name in (*_readers(report, facts), form)), PROJECT),
         "pipeline_tag": facts.kind.task,
         "tags": tags,
     }

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, Owner
+import torch
+from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, Owner
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
 """Of logits, relative to the largest: kernels add up products of 16 bits in another order."""
@@ -17,12 +19,56 @@ OF_INPUTS = (
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "olmo2": {},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "olmoe": EXPERTS,
+}
+"""Options of random models by model_type: dense with and without biases and tied weights, and mixtures of experts."""
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """Return a random model in which no weight is 0 or 1."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **TINY[family]})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """A checkpoint. writer: the program that writes it, or compress. label: its kind.
 
     passes: of compress, as a recipe spells them. tolerance: of logits; None: that of the reader's dtype. everywhere:
-    whether it is made of every model, not only of the small one.
+    whether it is made of every model, not only of the small one. family: model_type of a `tiny_model` instead of the small one.
     """
 
     format: str
@@ -32,6 +78,7 @@ class Case:
     tolerance: float | None = None
     writer: str = "compress"
     everywhere: bool = False
+    family: str | None = None
 
     @property
     def limit(self) -> float:
@@ -46,6 +93,7 @@ def cases() -> Iterator[Case]:
     yield from _floats()
     yield from _bitsandbytes()
     yield from _gguf()
+    yield from _mlx()
     yield from _of_others()
 
 
@@ -131,6 +179,25 @@ def _gguf() -> Iterator[Case]:
         yield Case("gguf", f"{grid} 32", LLAMACPP, ({"rtn": options},), OF_INPUTS, everywhere=grid == "int4_signed")
     for scheme in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K"):
         yield Case("gguf", scheme, LLAMACPP, ({"scheme": scheme},), OF_INPUTS, everywhere=True)
+
+
+def _mlx() -> Iterator[Case]:
+    """Every width and group size; embeddings; mixed layers; and the structures that mlx-lm names or stacks otherwise."""
+    for bits in (2, 3, 4, 5, 6, 8):
+        for grid, symmetric in ((f"int{bits}", True), (f"int{bits}", False), (f"uint{bits}", False)):
+            options = {"weights": grid, "group_size": 32, "symmetric": symmetric}
+            label = f"{grid} 32" if grid[0] == "u" else f"{grid} 32 {_kind(symmetric)}"
+            yield Case("mlx", label, MLX, ({"rtn": options},))
+    for size in (64, 128, "channel"):  # layers whose inputs they do not divide have smaller ones
+        yield Case("mlx", f"uint4 {size}", MLX, ({"rtn": {"weights": "uint4", "group_size": size}},))
+    overrides = {"*.down_proj": {"weights": "uint8"}, "*.o_proj": {"weights": "none"}}
+    mixed = {"rtn": {"weights": "uint4", "group_size": 32, "overrides": overrides}}
+    ends = {"rtn": {"weights": "uint6", "group_size": 32, "targets": ["embed_tokens", "lm_head"]}}
+    yield Case("mlx", "uint4 32, some uint8, some dense", MLX, (mixed,))
+    yield Case("mlx", "uint4 32, tied embedding uint6", MLX, ({"rtn": {"weights": "uint4", "group_size": 32}}, ends))
+    for family in TINY:
+        passes = ({"rtn": {"weights": "uint4", "group_size": 32}}, ends)
+        yield Case("mlx", f"uint4 32, embeddings uint6, {family}", MLX, passes, family=family)
 
 
 def _of_others() -> Iterator[Case]:

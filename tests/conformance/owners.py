@@ -108,10 +108,11 @@ AUTOAWQ = Owner(
 BITSANDBYTES = Owner("bitsandbytes", ("bitsandbytes",), "transformers", writer=True)
 LLMCOMPRESSOR = Owner("llmcompressor", ("nvidia-ml-py", "pillow", "llmcompressor"), writer=True)
 LLAMACPP = Owner("llamacpp", ("diskcache", "llama-cpp-python"), "llamacpp")
+MLX = Owner("mlx", ("mlx", "mlx-cpu", "sentencepiece", "protobuf", "mlx-lm"), "mlx")
 AUTOROUND = Owner("autoround", ("py-cpuinfo", "auto-round"), writer=True)
 OWNERS = {
     owner.name: owner
-    for owner in (COMPRESSED_TENSORS, LLMCOMPRESSOR, GPTQMODEL, AUTOAWQ, AUTOROUND, BITSANDBYTES, LLAMACPP)
+    for owner in (COMPRESSED_TENSORS, LLMCOMPRESSOR, GPTQMODEL, AUTOAWQ, AUTOROUND, BITSANDBYTES, LLAMACPP, MLX)
 }
 """Another owner is one more entry here and a script in `readers/` or `writers/`."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from cases import Case, cases
+from cases import Case, cases, tiny_model
 from owners import HERE, OWNERS, answered
 from safetensors.torch import load_file, save_file
 
@@ -64,7 +64,10 @@ def write(place: Place, case: Case) -> None:
 
     from compress.recipe.schema import read_passes
 
-    model = AutoModelForCausalLM.from_pretrained(place.source, dtype=torch.float32)
+    if case.family is None:
+        model = AutoModelForCausalLM.from_pretrained(place.source, dtype=torch.float32)
+    else:
+        model = tiny_model(case.family)
     ids = load_file(place.ids)["ids"].repeat(SEQUENCES, 1)
     rolled = torch.stack([row.roll(i) for i, row in enumerate(ids)])
     compress.apply(model, read_passes(list(case.passes)), calibration=rolled)
@@ -113,7 +116,8 @@ def compare(place: Place, case: Case) -> tuple[str, str, bool]:
     model, _ = compress.load(job["folder"], dtype)
     with torch.no_grad():
         logits = model(input_ids=load_file(place.ids)["ids"]).logits.float()
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, CompressedLinear)}
+    modules = {name.removesuffix(".table"): module for name, module in model.named_modules()}  # of embeddings
+    layers = {name: module for name, module in modules.items() if isinstance(module, CompressedLinear)}
     worst, counted = 0.0, 0
     for name, layer in layers.items():
         if f"{name}.weight" not in found:
@@ -136,7 +140,7 @@ def rows(place: Place, chosen: Sequence[Case]) -> Iterator[tuple[str, ...]]:
     written = [case for case in chosen if case not in errors]
     errors |= read_all(place, written)
     for case in chosen:
-        head = place.name, case.format, case.label, case.writer, case.reader.name
+        head = "tiny" if case.family else place.name, case.format, case.label, case.writer, case.reader.name
         try:
             if case in errors:
                 raise RuntimeError(errors[case])

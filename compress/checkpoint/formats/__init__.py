@@ -19,6 +19,7 @@ CLASSES = {
     "awq": "AWQ",
     "bitsandbytes": "BitsAndBytes",
     "gguf": "GGUF",
+    "mlx": "MLX",
     "dense": "Dense",
 }
 """The class of every format by its name in a recipe, which is that of its file with '-' for '_'."""

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -131,20 +130,20 @@ class Format(ABC):
     have no such config. sparse: whether kept weights can be stored alone. served: whether servers read the layout,
     and may split a layer over devices. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
     one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run.
-    negative_scales: whether all readers take negative scales of integers. file: the one file that holds all
-    tensors of a complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the reader
-    accepts.
+    negative_scales: whether all readers take negative scales of integers. embeddings: whether embeddings with codes are
+    found by their tensors, and one that is tied to the LM head has the embedding's name. file: the one file that holds
+    all tensors of a complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the
+    reader accepts.
     """
 
     name: str
-    entries: Mapping[str, Any] = MappingProxyType({})
-    """Further entries of config.json in checkpoints of the format."""
     quant_method: str | None = None
     sparse: bool = False
     served: bool = False
     fused: bool = False
     scale_dtype: torch.dtype | None = None
     negative_scales: bool = False
+    embeddings: bool = False
     file: str | None = None
     keys: ClassVar[Mapping[str, Accepted]] = {}
 
@@ -320,12 +319,21 @@ class Format(ABC):
             ignore: names of the modules whose weights are dense; one that ends with a dot means all modules below it.
         """
 
+    def entries(self, quantization: Mapping[str, Any] | None, config: PretrainedConfig) -> dict[str, Any]:
+        """Return further entries of config.json.
+
+        Args:
+            quantization: the result of `config`.
+            config: configuration of the model.
+        """
+        return {}
+
     @abstractmethod
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
         """The inverse of `config`.
 
-        shapes: (out, in) of every linear of the model by name. stored: the shape of every stored tensor by name, for
-        formats whose config does not list the quantized layers.
+        shapes: (out, in) of every linear of the model by name, with `embeddings` of the embedding, too. stored: the
+        shape of every stored tensor by name, for formats whose config does not list the quantized layers.
         """

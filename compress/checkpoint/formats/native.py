@@ -20,10 +20,10 @@ pruned. Such a layer is stored with its zeros and without its mask, unless the r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.checkpoint.formats.base import LAYERS_KEYS, Format, layers_config, layers_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
@@ -41,7 +41,6 @@ class Native(Format):
     """The `native` format."""
 
     name = "native"
-    entries = MappingProxyType({WEIGHTS: "it is in format native of compress; write: import compress"})
     negative_scales = True
     quant_method = "compress"
     sparse = True
@@ -69,6 +68,9 @@ class Native(Format):
 
     def config(self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         return layers_config(self.quant_method, schemes, version)
+
+    def entries(self, quantization: Mapping[str, Any] | None, config: PretrainedConfig) -> dict[str, Any]:
+        return {} if quantization is None else {WEIGHTS: "it is in format native of compress; write: import compress"}
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]

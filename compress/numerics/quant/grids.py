@@ -431,8 +431,7 @@ _GRIDS = (
     IntGrid("int4_signed", 4, scaling=FloatScale(either_sign=True)),  # a scale of either sign, as Q4_0 of llama.cpp
     IntGrid("int5_signed", 5, scaling=FloatScale(either_sign=True)),
     LevelGrid("iq4_nl", 4, IQ4_LEVELS, scaling=FloatScale(either_sign=True)),  # IQ4_NL of llama.cpp
-    OffsetGrid("uint4", 4),
-    OffsetGrid("uint5", 5),
+    *(OffsetGrid(f"uint{bits}", bits) for bits in (2, 3, 4, 5, 6, 8)),  # the affine modes of MLX
     # k-quants of llama.cpp (ggml-common.h): super-blocks of 256 weights with 4-, 6- or 8-bit scales
     OffsetGrid("uint2_k", 2, scaling=SuperBlock(16, 15, minima=True), group_size=16),
     IntGrid("int3_k", 3, scaling=SuperBlock(16, 31, -32), group_size=16),

@@ -20,6 +20,7 @@ PASSES = {
     "gptq": {"rtn": {"weights": "int4", "group_size": 32}},
     "awq": {"rtn": {"weights": "int4", "group_size": 16, "symmetric": False}},
     "bitsandbytes": {"rtn": {"weights": "nf4", "group_size": 32}},
+    "mlx": {"rtn": {"weights": "uint4", "group_size": 32}},
     "dense": {"rtn": {"weights": "int4", "group_size": 16}},
 }
 LAYER = "model.layers.1.mlp.up_proj"
@@ -45,7 +46,8 @@ def changed(folder, out, config=None, tensors=None):
     shutil.copytree(folder, out)
     if config is not None:
         values = json.loads((out / "config.json").read_text())
-        config(values["quantization_config"])
+        for key in values.keys() & {"quantization_config", "quantization"}:
+            config(values[key])
         (out / "config.json").write_text(json.dumps(values))
     if tensors is not None:
         for path in out.glob("*.safetensors"):
@@ -71,6 +73,7 @@ VALUES = {
     "gptq": ("bits", 5, "2, 3, 4, 8"),
     "awq": ("zero_point", "yes", "True, False"),
     "bitsandbytes": ("bnb_4bit_quant_storage", "int4", "uint8, int8, float16, bfloat16, float32, float64, null"),
+    "mlx": ("group_size", 16, "128, 64, 32"),
 }
 
 

@@ -15,6 +15,7 @@ PROGRAMS = {
     "autoawq": "AutoAWQ",
     "bitsandbytes": "transformers",
     "llamacpp": "llama.cpp",
+    "mlx": "mlx-lm",
 }
 """The program of each owner's environment."""
 GRIDS = {

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from compress.pipeline.apply import apply as apply
     from compress.pipeline.compare import compare as compare
     from compress.pipeline.convert import export as export
+    from compress.pipeline.evaluation import evaluate as evaluate
     from compress.pipeline.export import save as save
     from compress.pipeline.finish import Result as Result
     from compress.pipeline.oneline import distill as distill
@@ -41,6 +42,7 @@ _HOMES = {
     "apply": "pipeline.apply",
     "compare": "pipeline.compare",
     "distill": "pipeline.oneline",
+    "evaluate": "pipeline.evaluation",
     "export": "pipeline.convert",
     "load": "checkpoint.load",
     "plan": "pipeline.plan",

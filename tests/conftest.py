@@ -105,7 +105,7 @@ def one_tokenization():
 def base_models(tmp_path_factory, monkeypatch):
     """Results of base models are shared by the runs of one test only; the folder is made when a run writes it."""
     folder = tmp_path_factory.getbasetemp() / f"base-models-{time.monotonic_ns()}"
-    monkeypatch.setattr("compress.evaluate.store.BASE_MODELS", str(folder))  # absolute, so not below the cache
+    monkeypatch.setattr("compress.evaluation.store.BASE_MODELS", str(folder))  # absolute, so not below the cache
 
 
 @pytest.fixture(scope="session")

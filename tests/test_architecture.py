@@ -44,7 +44,7 @@ FOLDERS = {
     "passes.families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm in folders by kind, found by their names; passes never import each other",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
-    "evaluate": "evaluators, one file each, and the tree of their results: report.json and the JSON of `compress eval`",
+    "evaluation": "evaluators, one file each, and the tree of their results: report.json and the JSON of `compress eval`",
     "report": "renders a result: sections (one file each) of report.md and report.html, charts, `page/`: blocks and templates",
     "pipeline": "a recipe from its model to its evidence: plan, resolve, run, resume, verify",
     "testing": "what authors of passes test them with: the contract as checks, on a small model built in code",
@@ -82,6 +82,7 @@ LATE_IMPORTS = {
 MOST_IMPORTS = 15
 """The most modules of this package that a file imports: a file with more has several responsibilities."""
 MANY_IMPORTS: dict[str, str] = {
+    "compress": "the public names",
     "compress.pipeline.apply": "every step of a run on a model in memory",
     "compress.pipeline.finish": "verifies, evaluates and reports a checkpoint",
     "compress.pipeline.prepare": "opens everything that a run reads",
@@ -160,7 +161,7 @@ BROAD = {
     "compress.passes.contract.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.models.chat_template:serve": "templates of others may raise anything; told as one line",
-    "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
+    "compress.evaluation.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.pipeline.finish:measure": "reports what was measured before an evaluator failed, and raises its error",
     "compress.pipeline.evaluation:reported_on_failure": "reports what was measured whatever happened, and raises on",
     "compress.checkpoint.sources.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
@@ -186,7 +187,7 @@ TENSOR_FILES = {
     "compress.checkpoint.containers.gguf": "the container of one-file checkpoints",
     "compress.checkpoint.sources.gguf_parts": "merges the parts of a file of another program",
     "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
-    "compress.evaluate.divergence": "logits of the original model",
+    "compress.evaluation.divergence": "logits of the original model",
     "compress.sweep.store": "activations between blocks",
     "compress.train.checkpoint": "the state of a training pass",
     "compress.train.teacher": "targets of a teacher",
@@ -241,7 +242,7 @@ REPORT_FILES = {
     "compress.report.write": "reads it for `compress report` and `compress compare`",
     "compress.report.pareto": "`compress compare` draws runs from their reports",
     "compress.cli.report": "`compress report` prints it",
-    "compress.evaluate.evidence": "leaves it out of the digest of a checkpoint",
+    "compress.evaluation.evidence": "leaves it out of the digest of a checkpoint",
     "compress.checkpoint.containers.digests": "leaves it out of the files of a model",
     "compress.pipeline.output": "an output folder may hold one",
     "compress.pipeline.publish": "its presence shows that a run was verified",

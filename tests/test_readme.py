@@ -17,7 +17,7 @@ import compress
 from compress import Recipe
 from compress.checkpoint.formats import FORMATS
 from compress.cli import main
-from compress.evaluate.evidence import DESCRIPTIONS
+from compress.evaluation.evidence import DESCRIPTIONS
 from compress.recipe.presets import presets
 from compress.recipe.shipped import shipped
 

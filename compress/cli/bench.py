@@ -22,7 +22,7 @@ from compress.recipe.tables import ResultTable
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(model: str, against: str | None, dtype: str, compiled: bool, activations: str | None, as_json: bool) -> None:
     """Measure the speed of MODEL, a compressed checkpoint or any other model: loading, memory, decoding, prefill."""
-    from compress.evaluate import speed
+    from compress.evaluation import speed
     from compress.pipeline.progress import Waiting
 
     with Waiting(f"measuring the speed of {model}"):

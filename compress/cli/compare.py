@@ -45,7 +45,7 @@ def compare(
 ) -> None:
     """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
     from compress.checkpoint.containers.files import check_output_file, write_text
-    from compress.evaluate.gate import check_models
+    from compress.evaluation.gate import check_models
     from compress.pipeline.compare import compare as compare_models
 
     if out is not None:

@@ -13,7 +13,7 @@ from compress.cli.show import echo, print_table
 from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
-    from compress.evaluate.comparison import Comparison
+    from compress.evaluation.comparison import Comparison
     from compress.recipe.evaluation import Evaluate
 
 SETTINGS = (
@@ -87,7 +87,7 @@ def evaluate(
 ) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
     from compress.checkpoint.containers.files import check_output_file, write_text
-    from compress.evaluate.gate import check_models
+    from compress.evaluation.gate import check_models
     from compress.models.computation import device_of
     from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate as evaluate_models

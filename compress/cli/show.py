@@ -69,7 +69,7 @@ def _print_boxed(table: ResultTable, width: int) -> None:
 
 def print_report(values: dict[str, Any], folder: Path) -> None:
     """Print the evidence of a run."""
-    from compress.evaluate.result import RunResult
+    from compress.evaluation.result import RunResult
     from compress.report.sections import checks, journal, size_and_quality, time_and_memory
 
     report = RunResult.from_json(values)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from compress.errors import RecipeError
-from compress.evaluate.comparison import Comparison
+from compress.evaluation.comparison import Comparison
 from compress.passes.contract.journal import Journal
 from compress.pipeline.evaluation import evaluate
 from compress.recipe.evaluation import Evaluate
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationOptions(TypedDict, total=False):
-    """Options of `compress.evaluate`, which describes them.
+    """Options of `compress.evaluation`, which describes them.
 
     Attributes:
         work: Folder of stored results.
@@ -53,7 +53,7 @@ def compare(
         base: Uncompressed model to measure against; without it, the first model is the base of a measurement.
         settings: What is measured.
         measure: Whether to measure all models now; so does a base, or settings.
-        **options: Options of `compress.evaluate`.
+        **options: Options of `compress.evaluation`.
 
     Returns:
         The variants; the base is not among them.
@@ -61,7 +61,7 @@ def compare(
     Raises:
         RecipeError: if the base is the only model.
         ReportError: if reports are missing, or of different texts or models.
-        CompressError: as `compress.evaluate`, if the models are measured.
+        CompressError: as `compress.evaluation`, if the models are measured.
     """
     sources = [str(model) for model in models]
     if not (measure or base is not None or settings is not None):

@@ -24,13 +24,13 @@ from compress.checkpoint.sources.untrusted import check_complete, check_no_adapt
 from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.text_source import as_source
 from compress.errors import ModelError, one_line, reported_as
-from compress.evaluate import EVALUATORS, combine_all, measure_one
-from compress.evaluate.base import EvaluationContext, overlap_in_words
-from compress.evaluate.comparison import Comparison
-from compress.evaluate.harness.tasks import check_tasks
-from compress.evaluate.result import ModelResult, Reproduction
-from compress.evaluate.store import Store, digest_of
-from compress.evaluate.windows import evaluation_examples
+from compress.evaluation import EVALUATORS, combine_all, measure_one
+from compress.evaluation.base import EvaluationContext, overlap_in_words
+from compress.evaluation.comparison import Comparison
+from compress.evaluation.harness.tasks import check_tasks
+from compress.evaluation.result import ModelResult, Reproduction
+from compress.evaluation.store import Store, digest_of
+from compress.evaluation.windows import evaluation_examples
 from compress.models.computation import device_of
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.contract import ModelKind

@@ -21,12 +21,12 @@ from compress.checkpoint.sources.files import pooling_in
 from compress.checkpoint.sources.hub import at_commit
 from compress.checkpoint.writer import OUTSIDE
 from compress.errors import SaveError, one_line
-from compress.evaluate import Results, combine_all, measure_all, measured_of
-from compress.evaluate.base import EvaluationContext
-from compress.evaluate.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
-from compress.evaluate.gate import quality_error
-from compress.evaluate.result import Predicted, RunResult, Verification
-from compress.evaluate.store import Store, digest_of, shared_results
+from compress.evaluation import Results, combine_all, measure_all, measured_of
+from compress.evaluation.base import EvaluationContext
+from compress.evaluation.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
+from compress.evaluation.gate import quality_error
+from compress.evaluation.result import Predicted, RunResult, Verification
+from compress.evaluation.store import Store, digest_of, shared_results
 from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal

@@ -11,8 +11,8 @@ from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
 from compress.data.ids import TextUse
-from compress.evaluate.base import overlap_in_words
-from compress.evaluate.store import digest_of
+from compress.evaluation.base import overlap_in_words
+from compress.evaluation.store import digest_of
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of
 from compress.models.kinds.batch import Examples

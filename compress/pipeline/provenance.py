@@ -23,7 +23,7 @@ from compress.recipe.yaml import yaml_of
 from compress.version import __version__
 
 PACKAGE = "compress"
-WITHOUT_EFFECT = ("__main__.py", "cli", "evaluate", "report", "testing")
+WITHOUT_EFFECT = ("__main__.py", "cli", "evaluation", "report", "testing")
 """Files and folders of the package that have no effect on the bytes of a checkpoint."""
 SHOWN = 3  # differences in a message
 WIDEST = 80  # characters of a value in it

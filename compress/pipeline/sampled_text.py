@@ -15,7 +15,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import Sampling, self_sampled
 from compress.data.text_source import TextSource
-from compress.evaluate.store import digest_of, shared_results
+from compress.evaluation.store import digest_of, shared_results
 from compress.passes.contract.memory import available_bytes
 from compress.version import __version__
 

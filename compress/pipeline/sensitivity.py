@@ -2,7 +2,7 @@
 
 A choice is a pass with its options. It is applied to the whole model once; then its layers are put into the original
 model one at a time, and the blocks from there on run again. The KL divergence from the original is that of
-`compress.evaluate.divergence`.
+`compress.evaluation.divergence`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from compress.checkpoint.sources.stored import weight_files
 from compress.data.ids import model_sample
 from compress.data.text_source import as_source
 from compress.errors import ModelError, RecipeError, TargetError, did_you_mean, reported_as
-from compress.evaluate.divergence import SampledDistribution
-from compress.evaluate.store import Results, digest_of
+from compress.evaluation.divergence import SampledDistribution
+from compress.evaluation.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.computation import device_of

@@ -14,8 +14,8 @@ from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.overlap import overlap_of
 from compress.data.text_source import GivenText, Part, TextSource, as_source
 from compress.errors import RecipeError, reported_as
-from compress.evaluate.harness.tasks import check_tasks
-from compress.evaluate.windows import check_stride, evaluation_examples
+from compress.evaluation.harness.tasks import check_tasks
+from compress.evaluation.windows import check_stride, evaluation_examples
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
 from compress.passes.contract.problems import Problems

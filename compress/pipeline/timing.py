@@ -17,7 +17,7 @@ from compress.checkpoint.sources.untrusted import read_json
 from compress.data.ids import extent
 from compress.data.text_source import as_source
 from compress.errors import CompressError
-from compress.evaluate.store import digest_of
+from compress.evaluation.store import digest_of
 from compress.models.computation import device_of
 from compress.passes.contract.passes import ModelPass, Pass, calibrates
 from compress.pipeline.resolve import ResolvedRecipe, layer_shapes

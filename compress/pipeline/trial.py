@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from compress.data.ids import extent
 from compress.errors import ModelError
-from compress.evaluate.windows import WindowTask, measure_window
+from compress.evaluation.windows import WindowTask, measure_window
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, is_headless, objective_of

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import answers_prompts, kind_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.charts import Line, LineChart
 
 CURVES = "training.svg"

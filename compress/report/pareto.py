@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress.evaluate.base import Record, plus_minus
-from compress.evaluate.comparison import Comparison
-from compress.evaluate.result import Measurements
+from compress.evaluation.base import Record, plus_minus
+from compress.evaluation.comparison import Comparison
+from compress.evaluation.result import Measurements
 from compress.recipe.tables import ResultTable, Shown
 from compress.report.charts import Picture, Point, ScatterChart
 from compress.report.charts import picture as picture_of

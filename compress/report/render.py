@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.names import escaped, short_name
 from compress.report.page.render import PageSection, page
 from compress.report.sections import SECTIONS

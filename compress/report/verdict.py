@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
-from compress.evaluate.base import overlap_in_words
-from compress.evaluate.perplexity import Difference, TextQuality
-from compress.evaluate.result import Measurements, RunResult
-from compress.evaluate.speed import SpeedResult
-from compress.evaluate.tasks import TasksResult, adjusted_p_values
-from compress.evaluate.verdict import OUTCOMES, Verdict, verdict_of
+from compress.evaluation.agreement import MEASURE_WORDS, TextAgreement
+from compress.evaluation.base import overlap_in_words
+from compress.evaluation.perplexity import Difference, TextQuality
+from compress.evaluation.result import Measurements, RunResult
+from compress.evaluation.speed import SpeedResult
+from compress.evaluation.tasks import TasksResult, adjusted_p_values
+from compress.evaluation.verdict import OUTCOMES, Verdict, verdict_of
 from compress.numerics.dtypes import DTYPES
 from compress.report.page.numbers import with_error
 

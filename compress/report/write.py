@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from compress.checkpoint.containers.files import write_json, write_text
 from compress.checkpoint.sources.untrusted import check_complete
 from compress.errors import UserError
-from compress.evaluate.result import Reproduction, RunResult
+from compress.evaluation.result import Reproduction, RunResult
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.recipe.sensitivities import Sensitivities, read_sensitivities
 from compress.report.charts import picture

@@ -3,7 +3,7 @@
     python eval/benchmarks/estimated_divergence.py BASE VARIANT... --ids IDS.npy [--windows 4] [--length 256]
 
 BASE, VARIANT: folders. The estimate has the base's 128 most likely tokens and 32 drawn from the others, in 16 bits
-(`compress/evaluate/divergence.py`). One JSON line per variant: the exact and the estimated mean over all targets, their
+(`compress/evaluation/divergence.py`). One JSON line per variant: the exact and the estimated mean over all targets, their
 difference, the error of drawing that the targets' own spread predicts, and the standard error over windows that
 `compress eval` prints; how many errors of drawing the difference is.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compress import load
-from compress.evaluate.divergence import SAMPLES, SampledDistribution
+from compress.evaluation.divergence import SAMPLES, SampledDistribution
 from compress.numerics.statistics import ratio
 
 TOP_K = 128

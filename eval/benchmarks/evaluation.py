@@ -29,10 +29,10 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 
 from compress import Evaluate, load
-from compress.evaluate.harness.adapter import harness_model, quiet
-from compress.evaluate.harness.tasks import load_tasks, local_changes, local_files, run_task, task_manager
-from compress.evaluate.store import Results
-from compress.evaluate.windows import WindowTask, measure_window
+from compress.evaluation.harness.adapter import harness_model, quiet
+from compress.evaluation.harness.tasks import load_tasks, local_changes, local_files, run_task, task_manager
+from compress.evaluation.store import Results
+from compress.evaluation.windows import WindowTask, measure_window
 from compress.models.kinds.batch import Batch
 
 TEXT = "local_text"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import compress
-from compress.evaluate.agreement import MEASURE_WORDS, Measure
+from compress.evaluation.agreement import MEASURE_WORDS, Measure
 from compress.recipe.schema import read_passes
 
 INT8, INT4 = {"weights": "int8", "group_size": 64}, {"weights": "int4", "group_size": 64}

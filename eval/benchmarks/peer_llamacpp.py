@@ -35,7 +35,7 @@ TYPES = {
     "Q6_K": 18,
 }
 
-TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
+TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluation.speed, which another Python lacks
 
 
 def quantize(source: str, out: str, kind: str, importance: str | None = None) -> None:

@@ -19,7 +19,7 @@ sys.path.pop(0)  # transformers would take kernels.py in this folder for a packa
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
+TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluation.speed, which another Python lacks
 
 
 class Clock(StoppingCriteria):

@@ -17,7 +17,7 @@ from time import process_time
 import torch
 
 from compress import load
-from compress.evaluate import speed
+from compress.evaluation import speed
 from compress.pipeline.rooflines import roofline
 from compress.roofline import host
 

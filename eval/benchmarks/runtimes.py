@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from compress.evaluate.speed import PREFILL, read_bandwidth
+from compress.evaluation.speed import PREFILL, read_bandwidth
 from compress.native.library import instruction_set
 
 HERE = Path(__file__).parent

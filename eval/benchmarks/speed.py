@@ -18,7 +18,7 @@ import torch
 
 import compress
 from compress.checkpoint.opening import open_model
-from compress.evaluate.perplexity import perplexity
+from compress.evaluation.perplexity import perplexity
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from compress.data.ids import model_sample, windows
 from compress.data.self_sampling import Sampling, self_sampled
 from compress.data.text_source import TextSource
 from compress.errors import CalibrationError
-from compress.evaluate.windows import evaluation_examples
+from compress.evaluation.windows import evaluation_examples
 from compress.pipeline.texts import calibration_examples
 from compress.report.sections.reproduction import described
 

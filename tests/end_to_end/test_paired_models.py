@@ -18,7 +18,7 @@ from compress.cli import main
 from compress.data.ids import model_sample
 from compress.data.self_sampling import self_sampled
 from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
-from compress.evaluate.perplexity import perplexity
+from compress.evaluation.perplexity import perplexity
 from compress.models.forward import logits_of, mean_loss
 from compress.models.kinds.contract import text_lengths
 from compress.models.kinds.encoder_decoder import EncoderDecoder

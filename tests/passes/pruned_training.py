@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 import compress
 from compress.data.ids import token_ids
-from compress.evaluate.perplexity import perplexity
+from compress.evaluation.perplexity import perplexity
 from compress.layers.linear import CompressedLinear
 from compress.train.linear import TrainedLinear
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.kernels.dispatch import plain_torch
 from compress.models.caches.attentions import (
     attentions_with_cache,

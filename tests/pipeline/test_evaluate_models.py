@@ -51,7 +51,7 @@ def test_models_are_compared_on_the_same_windows(variant, pico, settings, tmp_pa
 def test_the_base_is_measured_once(variant, pico, settings, tmp_path, monkeypatch):
     first = evaluate([pico, variant], settings, work=tmp_path)
     ran = []
-    monkeypatch.setattr("compress.evaluate.windows.measure_window", lambda *_: ran.append(1))
+    monkeypatch.setattr("compress.evaluation.windows.measure_window", lambda *_: ran.append(1))
     again = evaluate([pico, variant], settings, work=tmp_path)
     assert ran == [] and again == first
 
@@ -140,7 +140,7 @@ def test_what_was_measured_before_a_failure_is_told(fails_on, variant, pico, tex
             raise AttributeError("model.embed_tokens.weight is no parameter")
         return None
 
-    monkeypatch.setattr("compress.evaluate.tasks.Tasks.measure", fail)
+    monkeypatch.setattr("compress.evaluation.tasks.Tasks.measure", fail)
     monkeypatch.setenv("COLUMNS", "200")  # no cell of a table is wrapped
     args = ["eval", pico, variant, "--text", texts["test"], "--windows", "2", "--length", "64", "--work", str(tmp_path)]
     done = CliRunner().invoke(main, [*args, "-o", str(tmp_path / "found.json")])

@@ -13,7 +13,7 @@ import compress
 from compress import GPTQ, RTN, Finetune, Wanda, cli
 from compress.checkpoint.containers import files
 from compress.errors import DeviceError, ModelError, NumericError, SaveError, ShortageError
-from compress.evaluate.perplexity import Perplexity
+from compress.evaluation.perplexity import Perplexity
 from compress.passes.contract.context import Run
 from compress.report.write import read_report
 

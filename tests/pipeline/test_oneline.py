@@ -7,7 +7,6 @@ from click.testing import CliRunner
 
 import compress
 from compress.cli import main
-from compress.pipeline.evaluation import evaluate
 from compress.recipe.evaluation import Evaluate
 
 LITTLE = {"calibration.sequences": 2, "calibration.length": 32, "eval": None}
@@ -82,7 +81,7 @@ def test_models_are_measured_and_compared(pico, texts, tmp_path):
     settings = LITTLE | {"calibration.source": texts["calibration"]}
     out = compress.quantize(pico, bits=2, group_size=32, out=tmp_path / "out", settings=settings, progress=False).folder
     asked = Evaluate(perplexity=[texts["test"]], windows=2, length=64)
-    alone = evaluate(pico, asked, work=None)
+    alone = compress.evaluate(pico, asked, work=None)
     assert [model.source for model in alone.models] == [pico] and "perplexity" in repr(alone)
     compared = compress.compare([out], pico, asked, work=tmp_path / "work")
     [variant] = compared.models

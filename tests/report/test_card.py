@@ -9,7 +9,7 @@ from schemes import coded
 
 import compress
 from compress.checkpoint.formats.readers import misreadings, programs_run
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.masked import MaskedLM
 from compress.models.kinds.speech import Speech

@@ -3,7 +3,7 @@
 import json
 
 import compress
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.charts import picture
 from compress.report.curves import charts_of, series, spark, sparks, training_charts
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.recipe.sensitivities import Sensitivities
 from compress.report.charts import MOST_POINTS, thinned
 from compress.report.depth import by_kind, kind_and_depth

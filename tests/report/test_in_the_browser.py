@@ -4,7 +4,7 @@ import pytest
 from browser import FOUND, REASON, browser
 from sample_report import HOSTILE, sample
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.pareto import Variant, Variants
 from compress.report.render import html
 

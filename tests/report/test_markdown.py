@@ -7,7 +7,7 @@ import re
 import pytest
 
 import compress
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.names import escaped, in_code
 from compress.report.render import markdown
 from compress.report.sections import SECTIONS, checks, journal, layer_errors, size_and_quality, time_and_memory

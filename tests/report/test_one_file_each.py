@@ -9,8 +9,8 @@ import pytest
 
 import compress
 from compress import evaluate
-from compress.evaluate import EVALUATORS
-from compress.evaluate.base import Evaluator
+from compress.evaluation import EVALUATORS
+from compress.evaluation.base import Evaluator
 from compress.passes.contract.discovery import classes_by_file
 from compress.report import sections
 from compress.report.sections import SECTIONS
@@ -21,7 +21,7 @@ EVALUATOR = '''
 
 from __future__ import annotations
 
-from compress.evaluate.base import Evaluator
+from compress.evaluation.base import Evaluator
 
 
 class ToyCount(Evaluator):
@@ -71,7 +71,7 @@ def toys(tmp_path, monkeypatch):
         assert found.keys() - known.keys() == {name}
         monkeypatch.setitem(known, name, found[name])
     yield
-    for name in ("compress.evaluate.toy_count", "compress.report.sections.toy_text"):
+    for name in ("compress.evaluation.toy_count", "compress.report.sections.toy_text"):
         sys.modules.pop(name)
 
 

@@ -9,7 +9,7 @@ from sample_report import BLOCKS, HOSTILE, KINDS, sample, sensitivity
 
 from compress import cli
 from compress.errors import RecipeError
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.recipe.sensitivities import FILE, Sensitivities
 from compress.report.render import html
 from compress.report.sections import SECTIONS

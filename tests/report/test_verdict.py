@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import compress
 from compress.cli import main
-from compress.evaluate.result import RunResult, json_schema
+from compress.evaluation.result import RunResult, json_schema
 from compress.report.page.blocks import KeyFigures
 from compress.report.sections.verdict import VerdictSection
 from compress.report.verdict import headline, of_result

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.agreement import MEASURE_WORDS, TextAgreement
-from compress.evaluate.result import RunResult
+from compress.evaluation.agreement import MEASURE_WORDS, TextAgreement
+from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Heading, PageBlock, Prose, TextTable
 from compress.report.sections.base import Section
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.generation import GenerationResult
-from compress.evaluate.result import RunResult
+from compress.evaluation.generation import GenerationResult
+from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Details, PageBlock, Pair, TextTable
 from compress.report.sections.base import Section
 

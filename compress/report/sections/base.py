@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.names import escaped
 from compress.report.page.blocks import Code, PageBlock
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.charts import ChartGrid, Line, LineChart
 from compress.report.curves import sparks
 from compress.report.page.blocks import PageBlock, Prose

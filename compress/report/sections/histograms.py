@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.passes.contract.layers import LayerResult
 from compress.report.charts import ChartGrid, HistogramChart
 from compress.report.page.blocks import Heading, PageBlock, Prose

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.passes.contract.journal import JournalEntry
 from compress.report.names import escaped
 from compress.report.page.blocks import JournalItem, PageBlock, Prose

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.kv_cache import KVCacheResult
-from compress.evaluate.result import RunResult
+from compress.evaluation.kv_cache import KVCacheResult
+from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Bars, PageBlock, Prose, TextTable, before_and_after
 from compress.report.page.numbers import data_size
 from compress.report.sections.base import Section, table

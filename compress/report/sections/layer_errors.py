@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.passes.contract.layers import LayerResult
 from compress.report.charts import HeatMap
 from compress.report.depth import by_kind, heat_map, kind_and_depth

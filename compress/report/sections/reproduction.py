@@ -8,7 +8,7 @@ from typing import ClassVar
 import yaml
 
 from compress.data.ids import TextUse
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Code, Details, PageBlock, Prose, TextTable
 from compress.report.sections.base import Section, table
 

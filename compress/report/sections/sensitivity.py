@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Details, PageBlock
 from compress.report.sections.base import Section, table
 from compress.report.sensitivity import maps, most_sensitive

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate import EVALUATORS
-from compress.evaluate.base import SummaryRow
-from compress.evaluate.result import RunResult
+from compress.evaluation import EVALUATORS
+from compress.evaluation.base import SummaryRow
+from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Bars, Details, PageBlock, TextTable, before_and_after
 from compress.report.page.numbers import data_size, number
 from compress.report.sections.base import MB, Section, table

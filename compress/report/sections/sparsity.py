@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
-from compress.evaluate.sparsity import SparsityResult
+from compress.evaluation.result import RunResult
+from compress.evaluation.sparsity import SparsityResult
 from compress.report.depth import heat_map
 from compress.report.page.blocks import PageBlock, Prose, TextTable
 from compress.report.sections.base import Section, table

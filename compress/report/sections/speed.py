@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
-from compress.evaluate.speed import SpeedResult
-from compress.evaluate.speed import table as rows
+from compress.evaluation.result import RunResult
+from compress.evaluation.speed import SpeedResult
+from compress.evaluation.speed import table as rows
 from compress.report.page.blocks import Bars, Details, PageBlock, Prose, TextTable, before_and_after
 from compress.report.page.numbers import number
 from compress.report.sections.base import Section, table

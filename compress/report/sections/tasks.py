@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
-from compress.evaluate.tasks import TaskComparison, TasksResult, adjusted_p_values
+from compress.evaluation.result import RunResult
+from compress.evaluation.tasks import TaskComparison, TasksResult, adjusted_p_values
 from compress.report.charts import Interval, IntervalChart
 from compress.report.page.blocks import Items, PageBlock, Prose, TextTable, Tone
 from compress.report.page.numbers import number, signed, with_error

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.divergence import AtPositions
-from compress.evaluate.perplexity import Difference, Score, TextQuality
-from compress.evaluate.result import RunResult
-from compress.evaluate.verdict import interval as confidence_interval
+from compress.evaluation.divergence import AtPositions
+from compress.evaluation.perplexity import Difference, Score, TextQuality
+from compress.evaluation.result import RunResult
+from compress.evaluation.verdict import interval as confidence_interval
 from compress.report.charts import Interval, IntervalChart
 from compress.report.page.blocks import Bar, BarGroup, Bars, Heading, PageBlock, Prose, TextTable
 from compress.report.page.numbers import number, with_error

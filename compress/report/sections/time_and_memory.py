@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic_core import to_jsonable_python
 
-from compress.evaluate.result import DiskReading, RunResult
+from compress.evaluation.result import DiskReading, RunResult
 from compress.passes import PASSES
 from compress.report.page.blocks import Bar, BarGroup, Bars, Items, PageBlock, Pipeline, PipelineStep
 from compress.report.page.numbers import data_size, duration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.result import RunResult
+from compress.evaluation.result import RunResult
 from compress.report.charts import ChartGrid
 from compress.report.curves import CURVES, sparks, training_charts
 from compress.report.page.blocks import PageBlock, TextTable

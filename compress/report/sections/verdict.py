@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.agreement import MEASURE_WORDS, Measure
-from compress.evaluate.divergence import Divergence
-from compress.evaluate.perplexity import TextQuality
-from compress.evaluate.result import RunResult
-from compress.evaluate.speed import SpeedResult
+from compress.evaluation.agreement import MEASURE_WORDS, Measure
+from compress.evaluation.divergence import Divergence
+from compress.evaluation.perplexity import TextQuality
+from compress.evaluation.result import RunResult
+from compress.evaluation.speed import SpeedResult
 from compress.report.names import escaped
 from compress.report.page.blocks import Items, KeyFigure, KeyFigures, Lead, PageBlock
 from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error

@@ -5,7 +5,7 @@ import torch
 
 import compress
 from compress.errors import ModelError
-from compress.evaluate.speed import kernels_of
+from compress.evaluation.speed import kernels_of
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import linears
 

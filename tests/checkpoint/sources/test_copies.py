@@ -6,8 +6,8 @@ import torch
 import compress
 from compress import RTN
 from compress.checkpoint.inference import copies_within, packed_bytes
-from compress.evaluate import EVALUATORS, measure_one
-from compress.evaluate.base import EvaluationContext
+from compress.evaluation import EVALUATORS, measure_one
+from compress.evaluation.base import EvaluationContext
 from compress.kernels.dispatch import KERNELS
 from compress.layers.linear import linears
 from compress.models.structure.blocks import find_blocks

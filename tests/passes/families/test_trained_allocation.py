@@ -5,7 +5,7 @@ import pytest
 import compress
 from compress import GMP, IterativePruning, Magnitude, TopKAST
 from compress.errors import VerificationError
-from compress.evaluate.sparsity import check_sparsity
+from compress.evaluation.sparsity import check_sparsity
 from compress.layers.linear import CompressedLinear
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError

@@ -1,0 +1,135 @@
+"""Evaluator: one measurement of a model, with one signature for all of them."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.checkpoint.sources.files import Pooling
+from compress.evaluation.store import Store
+from compress.models.kinds.batch import Batch, Examples
+from compress.passes.contract.context import Run
+from compress.passes.contract.passes import Step
+from compress.recipe.evaluation import Evaluate
+
+Texts = Mapping[str, Examples]
+"""The windows of the evaluation texts, by the name of the text."""
+
+SummaryRow = tuple[str, str, str, str]
+"""A row of the report's first table: quantity, before, after, ratio."""
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """The run that a model comes from.
+
+    Attributes:
+        run: Its device, storage dtype, format and journal.
+        role: Whether the base or the compressed model is measured.
+        texts: The evaluation texts.
+        tokenizer: None if the model comes without one.
+        probe: A sequence of the calibration data; None outside of a run.
+        steps: The passes of the recipe with the layers that they work on.
+        layers: The `LayerResult` of every pass and layer, as mappings.
+        settings: What is measured.
+        store: Where results are stored.
+        base: Source of the base model; None outside of a run.
+        pooling: How embeddings are computed from hidden states.
+        title: The model's name in messages of progress; empty: by `role`.
+        overlaps: Share of the tokens of each text that the calibration of the compressed model has read, by name.
+        copies_bytes: Limit of memory for the copies that kernels make of packed weights (`inference.copies_within`).
+    """
+
+    run: Run
+    role: Literal["base", "compressed"] = "compressed"
+    texts: Texts = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    probe: Batch | None = None
+    steps: Sequence[Step] = ()
+    layers: Sequence[Mapping[str, Any]] = ()
+    settings: Evaluate = field(default_factory=Evaluate)
+    base: str | None = None
+    store: Store = field(default_factory=Store)
+    pooling: Pooling = "mean"
+    title: str = ""
+    overlaps: Mapping[str, float] = field(default_factory=dict)
+    copies_bytes: int = sys.maxsize
+
+    @property
+    def model(self) -> str:
+        """The measured model in messages of progress."""
+        return self.title or f"the {self.role} model"
+
+    def of_base(self) -> EvaluationContext:
+        """Return the context of the base model."""
+        return replace(self, role="base", store=self.store.of_base())
+
+    def progress(self, message: str) -> Callable[[int, int], None]:
+        """Return a function that reports progress as (number of finished items, number of items)."""
+        return lambda count, of: self.run.journal.add("progress", "evaluate", message, done=count, of=of)
+
+
+class Record(BaseModel):
+    """A typed part of report.json; an unknown key in it is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Evaluator(BaseModel, ABC):
+    """One measurement. An evaluator is its configuration: a frozen value whose fields are its options.
+
+    An evaluator is one file of this folder; the file's name is its key in report.json.
+
+    Attributes:
+        needs_base: Whether the base model is measured too, or only the compressed one.
+        timed: Whether seconds are its result, so that the model is measured as it is used, in any memory.
+        result_type: Type of the value of `combine`, which `Measurements` validates; Any accepts every JSON value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    needs_base: ClassVar[bool] = False
+    timed: ClassVar[bool] = False
+    result_type: ClassVar[Any] = Any
+
+    @abstractmethod
+    def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
+        """Measure one model; the result is plain JSON, or None if the measurement does not apply to this model."""
+
+    def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> Any:
+        """Compute the value in report.json from the results of `measure` on both models.
+
+        Args:
+            compressed: Result of the measured model.
+            base: Result of the base model; None unless `needs_base`, and for a model that is not compared.
+        """
+        return {"base": base, "compressed": compressed} if self.needs_base else compressed
+
+    def summary(self, result: Any) -> list[SummaryRow]:
+        """Return the rows of the report's table of size and quality for a result of `result_type`."""
+        return []
+
+
+def overlap_in_words(text: str, overlap: float) -> str:
+    """Describe which share of an evaluation text the calibration of the model has read."""
+    return (
+        f"calibration has read {overlap:.1%} of the evaluation tokens of {text}, so its figures flatter the model; "
+        "evaluate on a text that calibration does not read"
+    )
+
+
+def plus_minus(value: float, error: float | None, form: str) -> str:
+    """Format a value and its standard error alike.
+
+    Args:
+        value: The value.
+        error: Its standard error; None if it is unknown.
+        form: Format of Python for both; a '+' in it is for the value alone.
+    """
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")

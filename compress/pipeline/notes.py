@@ -88,6 +88,8 @@ def _reason(scheme: LayerScheme, format_: Format, nominal: float, storage: torch
         return f"group_size {size} does not divide {width} inputs, so format {format_.name} stores {parts}{better}"
     if width % size:
         return f"the last of the groups of {size} columns has only {width % size} of {width} inputs{better}"
+    if adapted is not None and codes.symmetric and not adapted.symmetric:
+        return f"format {format_.name} stores a zero point or a minimum for every group"
     if stored is not None and 8 * stored.size_bytes(storage) <= NOTABLE * nominal * prod(scheme.shape):
         return f"format {format_.name} stores more than the codes need, such as zero points or the group of each column"
     return f"rows of {width} inputs, or zero points, are padded to whole words of 32 bits"

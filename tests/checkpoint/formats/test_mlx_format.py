@@ -248,3 +248,8 @@ def test_transformers_refuses_the_folder(tmp_path):
 def test_experts_that_mlx_lm_does_not_stack_are_refused(tmp_path):
     with pytest.raises(compress.errors.SaveError, match="mlx-lm is not known to stack quantized experts"):
         saved(tmp_path / "m", "mixtral", {"rtn": {"weights": "uint4", "group_size": 32}})
+
+
+def test_the_plan_says_that_groups_get_minima(recipe):
+    notes = compress.plan(recipe(compress.RTN(group_size=32), save={"format": "mlx"})).notes
+    assert any("format mlx stores a zero point or a minimum for every group" in note for note in notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dis import get_instructions
 from functools import cache
 from inspect import unwrap
@@ -81,13 +82,22 @@ KEPT = "compress_kept"
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def mark_kept(model: nn.Module) -> None:
-    """Mark the tensors that transformers keeps in float32 in a 16-bit model, such as the bias of a router.
+def mark_kept(model: nn.Module, narrow_model: nn.Module | None = None) -> None:
+    """Mark the tensors that transformers keeps in float32 in a 16-bit model, such as those of a router.
 
-    They are those of `_keep_in_fp32_modules` (in float16) and `_keep_in_fp32_modules_strict`.
+    They are those of `_keep_in_fp32_modules` (in float16) and `_keep_in_fp32_modules_strict`, and those that the class
+    of the model creates in float32 whatever the dtype of the model is.
+
+    Args:
+        narrow_model: the model of the same class and configuration in 16 bits; None: `model`, if it has 16 bits.
     """
     if not isinstance(model, PreTrainedModel):
         return
+    narrow_model = narrow_model or (model if next(model.parameters()).dtype in HALVES else None)
+    if narrow_model is not None:
+        for name, tensor in narrow_model.state_dict(keep_vars=True).items():
+            if tensor.dtype is torch.float32:
+                _mark(model, name, HALVES)
     for dtype in HALVES:
         plan = model._get_dtype_plan(dtype)
         if not plan:
@@ -95,9 +105,13 @@ def mark_kept(model: nn.Module) -> None:
         pattern, _, _ = build_glob_alternation(list(plan))
         for name, tensor in model.state_dict(keep_vars=True).items():
             if tensor.is_floating_point() and pattern.search(name):
-                owner, _, leaf = name.rpartition(".")
-                marks = vars(model.get_submodule(owner)).setdefault(KEPT, {})
-                marks[leaf] = marks.get(leaf, frozenset()) | {dtype}
+                _mark(model, name, (dtype,))
+
+
+def _mark(model: nn.Module, name: str, dtypes: Iterable[torch.dtype]) -> None:
+    owner, _, leaf = name.rpartition(".")
+    marks = vars(model.get_submodule(owner)).setdefault(KEPT, {})
+    marks[leaf] = marks.get(leaf, frozenset()) | frozenset(dtypes)
 
 
 def kept_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:

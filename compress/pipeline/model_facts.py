@@ -10,6 +10,7 @@ import torch
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.attentions import attentions_containing
 from compress.models.caches.base import CachePolicy
+from compress.models.computation import kept_dtype
 from compress.models.structure.ends import find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy
 from compress.passes.contract.facts import ANY_LAYER
@@ -64,7 +65,9 @@ def facts_of(resolved: ResolvedRecipe) -> ModelFacts:
         layer = mine, name, starts[name], storage
         scheme = planned_scheme(*layer, policy, masks.get(name, ()))
         stored = LayerScheme(scheme.shape) if format_.adapt(scheme) is None else scheme
-        size = format_.size_bytes(stored, storage)
+        size = format_.size_bytes(
+            stored, kept_dtype(form.model, f"{name}.weight", storage) if stored.plain else storage
+        )
         most = planned_scheme(*layer, policy, masks.get(name, ()), most=True)
         stays = most.transforms != scheme.transforms and format_.adapt(most) is not None
         transforms = format_.size_bytes(most, storage) - size if stays else None

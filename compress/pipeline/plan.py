@@ -284,7 +284,7 @@ def update_plan(planned: Plan, schemes: Mapping[str, LayerScheme], format_: Form
         scheme = schemes.get(layer.name)
         if scheme is None and not layer.scheme.quantized:  # stored dense
             scheme = LayerScheme(layer.shape)
-        if scheme is not None:
+        if scheme is not None and scheme != layer.scheme:
             layer = replace(layer, scheme=scheme, size_bytes=format_.size_bytes(scheme, storage))
         layers.append(layer)
     change = sum(new.size_bytes - old.size_bytes for new, old in zip(layers, planned.layers, strict=True))

@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from compress.checkpoint.sources.limits import limited
 from compress.checkpoint.sources.untrusted import check_config, check_folder, read_json
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
-from compress.models.computation import mark_kept, mark_read
+from compress.models.computation import HALVES, mark_kept, mark_read
 from compress.models.kinds.contract import own_classes
 
 TRUST = "set trust_remote_code: true to run it, if you trust its author"
@@ -82,7 +82,9 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
         model = _built(kind, folder, config, dtype, without_data=False)
     assert model is not None
     model.tie_weights()
-    mark_kept(model)
+    stated = getattr(config, "dtype", None)
+    widened_from = stated if isinstance(stated, torch.dtype) and stated in HALVES and dtype not in HALVES else None
+    mark_kept(model, widened_from and _built(kind, folder, config, widened_from, without_data=True))
     mark_read(model)
     generation = folder / "generation_config.json"
     try:

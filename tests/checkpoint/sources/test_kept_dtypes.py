@@ -106,3 +106,45 @@ def test_a_tensor_in_two_files_is_an_error(pico, tmp_path):
         ModelError, match=r"model\.norm\.weight is in .*a\.safetensors and in .*b\.safetensors; remove one"
     ):
         open_model(str(tmp_path))
+
+
+ROUTERS = {
+    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+}
+"""Families whose routers are created with dtype=torch.float32, by their options."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtypes"), [("ernie4_5_moe", ("bfloat16", "float32")), ("hunyuan_v1_moe", ("bfloat16",))]
+)
+def test_a_router_that_its_class_creates_in_float32_is_computed_and_saved_in_float32(family, dtypes, tmp_path):
+    torch.manual_seed(0)
+    common = {name: GLM[name] for name in list(GLM)[:6]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **common, **ROUTERS[family]))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    routers = [name for name in stored if ".gate." in name]
+    stored |= {name: torch.rand(stored[name].shape) for name in routers}
+    save_file(stored, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    ours, _ = compress.load(tmp_path / "model", dtype="bfloat16")
+    ids = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        assert (ours(ids).logits - logits).abs().max() <= 0.02 * logits.abs().max()
+    for name in routers:
+        weight, expected = ours.state_dict()[name], theirs.state_dict()[name]
+        assert weight.dtype is expected.dtype is torch.float32 and torch.equal(weight, expected)
+    np.save(tmp_path / "ids.npy", np.zeros((2, 16), dtype=np.int64))
+    step = {"rtn": {"group_size": 16, "targets": ["*self_attn*"]}}
+    for dtype in dtypes:
+        recipe = {"model": str(tmp_path / "model"), "dtype": dtype, "passes": [step]}
+        recipe |= {"save": {"format": "native", "dtype": "bfloat16"}, "eval": None}
+        recipe |= {"calibration": {"source": str(tmp_path / "ids.npy"), "sequences": 2, "length": 16}}
+        compress.run(compress.Recipe(**recipe), tmp_path / dtype, progress=False)
+        written = {}
+        for path in (tmp_path / dtype).glob("*.safetensors"):
+            written |= load_file(path)
+        for name in routers:
+            assert written[name].dtype is torch.float32 and torch.equal(written[name], stored[name])

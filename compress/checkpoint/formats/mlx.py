@@ -129,7 +129,9 @@ class MLX(Format):
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme:
         codes = scheme.codes
-        return scheme if codes is None else scheme.with_parts(_adapted(codes, scheme.shape[1]))
+        if codes is None or self.refuses(scheme) is not None:
+            return scheme
+        return scheme.with_parts(_adapted(codes, scheme.shape[1]))
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
         codes = only_codes([part])

@@ -111,6 +111,18 @@ def test_what_it_cannot_hold_is_refused_with_what_to_write(scheme, words):
     assert words in FORMAT.refuses(scheme)
 
 
+@pytest.mark.parametrize("options", [{"group_size": 16}, {"weights": "nf4", "group_size": 32}])
+def test_plan_and_save_refuse_it_at_once(options, recipe, tmp_path):
+    step = compress.RTN(**options)
+    for refused in (
+        lambda: compress.plan(recipe(step, save={"format": "mlx"})),
+        lambda: saved(tmp_path / "m", "llama", step),
+    ):
+        with pytest.raises(compress.errors.TargetError, match="format mlx h"):
+            refused()
+    assert not (tmp_path / "m").exists()
+
+
 def test_experts_that_are_stacked_are_stored_alike():
     names = [f"m.0.mlp.experts.{i}.up_proj" for i in range(2)]
     alike = coded("uint4", 32, False)

@@ -23,12 +23,18 @@ NAMES = [
     "Save",
     "__version__",
     "apply",
+    "compare",
+    "distill",
+    "evaluate",
     "export",
     "load",
     "plan",
+    "prune",
     "push_to_hub",
+    "quantize",
     "run",
     "save",
+    "sensitivity",
 ]
 """All public names, the classes of the passes apart: those are found by their files."""
 

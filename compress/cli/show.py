@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ LONG = 500
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except new line and tab, changes of the direction of text, and halves of surrogate pairs."""
+
+
+WORD = 20
+"""The width from which a word, such as the name of a module, is folded on a narrow terminal."""
+NUMBER = re.compile(r"[-+]?\d")
+"""The start of a cell that holds a number."""
 
 
 def printable(text: str) -> str:
@@ -41,30 +48,50 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
 def print_table(table: ResultTable) -> None:
     """Print a table; all columns but the first are aligned to the right.
 
-    A table that is wider than the terminal is printed as records, one line for each cell, so that no number is broken.
+    On a narrow terminal texts are folded between their words. Where that is not enough, each row is printed as a
+    record, one line for each cell, so that no number is broken.
     """
     title, rows = printable(table.title), [tuple(map(printable, row)) for row in table.rows]
-    natural = sum(max(map(len, column)) + 3 for column in zip(table.head, *rows, strict=True)) + 1
-    width = shutil.get_terminal_size((0, 24)).columns  # 0: a file or a pipe
-    if 0 < width < natural:
+    columns = list(zip(table.head, *rows, strict=True))
+    natural, least = _width(max(map(len, column)) for column in columns), _width(map(_least_width, columns))
+    width = shutil.get_terminal_size((0, 24)).columns or max(natural, len(title))  # 0: a file or a pipe
+    if least > width:
         echo("\n".join([*([title] if title else []), *records(table.head, rows)]))
     elif len(rows) > LONG:
         echo("\n".join([*([title] if title else []), *aligned([table.head, *rows])]))
     else:
-        _print_boxed(ResultTable(title, table.head, rows), natural)
+        _print_boxed(ResultTable(title, table.head, rows), width)
+
+
+def _width(columns: Iterable[int]) -> int:
+    """Return the width of a table with lines around cells of some widths."""
+    return sum(width + 3 for width in columns) + 1
+
+
+def _least_width(column: tuple[str, ...]) -> int:
+    """Return the width of the longest number of a column with its error, or of its longest word up to `WORD`."""
+    words = (min(WORD, max(map(len, cell.split()), default=0)) for cell in column)
+    return max(len(cell) if NUMBER.match(cell) else word for cell, word in zip(column, words, strict=True))
 
 
 def _print_boxed(table: ResultTable, width: int) -> None:
-    """Print a table with lines around its cells."""
+    """Print a table with lines around its cells. Columns of texts become narrower until it fits the width."""
     from rich.console import Console
     from rich.table import Table as Boxed
 
-    boxed = Boxed(title=table.title or None, title_justify="left")
+    columns = list(zip(table.head, *table.rows, strict=True))
+    widths, least = [max(map(len, column)) for column in columns], [_least_width(column) for column in columns]
+    while _width(widths) > width:
+        reducible = [i for i in range(len(columns)) if widths[i] > least[i]]
+        widths[max(reducible, key=lambda i: widths[i])] -= 1
+    if table.title:
+        echo(table.title)
+    boxed = Boxed()
     for i, name in enumerate(table.head):
-        boxed.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+        boxed.add_column(name, justify="left" if i == 0 else "right", width=widths[i], overflow="fold")
     for row in table.rows:
         boxed.add_row(*row)
-    Console(markup=False, width=max(width, len(table.title))).print(boxed)
+    Console(markup=False, width=width).print(boxed)
 
 
 def print_report(values: dict[str, Any], folder: Path) -> None:

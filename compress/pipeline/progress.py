@@ -67,7 +67,7 @@ class Waiting:
 class ProgressDisplay:
     """A progress bar with block, pass and time left; without a terminal, a line for every tenth.
 
-    A stage, which has no count, is shown until the next entry, or as one line.
+    A stage, which has no count, is shown on a terminal until the next entry.
     """
 
     def __init__(self, console: Console) -> None:
@@ -125,8 +125,6 @@ class ProgressDisplay:
         if count == of - 1:  # the last block has begun, and what follows it, too
             self._show("blocks", text_of_block, of, of)
         self._stage = self._bar.add_task(text, total=None)
-        if not self._console.is_terminal:
-            self._print(text)
 
     def _show(self, task: str, text: str, count: int, of: int) -> None:
         self._bar.start()

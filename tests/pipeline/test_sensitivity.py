@@ -102,7 +102,7 @@ def test_the_command_prints_tables_and_a_pass(pico, tmp_path, monkeypatch):
         cli.main, [*words, "--bits", "4", "--work", str(tmp_path / "w"), "-o", str(tmp_path / "s.json")]
     )
     assert run.exit_code == 0, run.output
-    assert "model.layers.*.mlp.up_proj" in run.stdout and "the most sensitive layers" in run.stdout
+    assert "model.layers.*.mlp.up_proj" in run.stdout and "layers, the most sensitive first" in run.stdout
     assert json.loads((tmp_path / "s.json").read_text())["choices"]["int3"] == {"rtn": {"weights": "int3"}}
     spelled = yaml.safe_load(run.stdout[run.stdout.index("passes:") :])
     assert compress.Recipe.from_data({"model": pico, **spelled}).passes[0].overrides

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import compress
-from compress import evaluate
+from compress import evaluation
 from compress.evaluation import EVALUATORS
 from compress.evaluation.base import Evaluator
 from compress.passes.contract.discovery import classes_by_file
@@ -59,7 +59,7 @@ class ToyTextSection(Section):
 def toys(tmp_path, monkeypatch):
     """A file in the folder of the evaluators, and one in the folder of the sections."""
     for package, name, text, known, base, suffix in (
-        (evaluate, "toy_count", EVALUATOR, EVALUATORS, Evaluator, ""),
+        (evaluation, "toy_count", EVALUATOR, EVALUATORS, Evaluator, ""),
         (sections, "toy_text", SECTION, SECTIONS, Section, "Section"),
     ):
         folder = tmp_path / name

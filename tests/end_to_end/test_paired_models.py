@@ -167,7 +167,7 @@ def test_from_a_recipe_to_a_checkpoint(family, asked, folder, words, tmp_path):
     done = CliRunner().invoke(
         main, ["eval", str(tmp_path / "out"), "--text", words, "--windows", "4", "--length", "20"]
     )
-    assert done.exit_code == 0 and "target tokens" in done.stdout, done.output
+    assert done.exit_code == 0 and "target" in done.stdout, done.output  # a narrow terminal folds "target tokens"
     assert f"{quality['compressed']['perplexity']:.4f}"[:4] in done.stdout, "the last digits are those of another sum"
 
 

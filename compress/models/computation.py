@@ -124,6 +124,11 @@ def kept_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in marks.get(leaf, ()) else dtype
 
 
+def is_always_float32(module: nn.Module) -> bool:
+    """Return whether the weight of a module stays in float32 in every model of 16 bits, as that of some routers."""
+    return all(kept_dtype(module, "weight", dtype) is torch.float32 for dtype in HALVES)
+
+
 def mark_read(model: nn.Module) -> None:
     """Mark the linears whose weights a forward pass reads itself; the weight of a compressed one is then cast."""
     for name, module in linears(model).items():

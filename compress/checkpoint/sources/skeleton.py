@@ -82,9 +82,8 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
         model = _built(kind, folder, config, dtype, without_data=False)
     assert model is not None
     model.tie_weights()
-    stated = getattr(config, "dtype", None)
-    widened_from = stated if isinstance(stated, torch.dtype) and stated in HALVES and dtype not in HALVES else None
-    mark_kept(model, widened_from and _built(kind, folder, config, widened_from, without_data=True))
+    # only in 16 bits do the tensors differ that the class creates in float32; a checkpoint may be stored so
+    mark_kept(model, None if dtype in HALVES else _built(kind, folder, config, torch.bfloat16, without_data=True))
     mark_read(model)
     generation = folder / "generation_config.json"
     try:

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from compress.errors import TargetError, did_you_mean
 from compress.layers.embedding import CompressedEmbedding, layer_of
 from compress.layers.linear import CompressedLinear, linears
+from compress.models.computation import is_always_float32
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import EMBEDDING, HEAD, End, find_ends
 
@@ -99,8 +100,9 @@ class ModuleNames:
     A pattern that matches linears inside the blocks means these only; another one may name the embedding or LM head.
 
     Attributes:
-        linears: linears inside the blocks. Those with one output, such as the gate of a shared expert, are not among
-            them: they hold no bytes to save, and servers build them without quantization.
+        linears: linears inside the blocks. Those with one output, such as the gate of a shared expert, and those that
+            a class keeps in float32, such as routers, are not among them: they hold no bytes to save, and servers build
+            them without quantization.
         other_modules: all other modules that contain none of these linears.
         blocks: names of the blocks.
         ends: the input embedding and the LM head.
@@ -118,7 +120,11 @@ class ModuleNames:
         """Collect the names of the modules of a model."""
         layers = {f"{b.name}.{name}": m for b in blocks for name, m in linears(b.module).items()}
         shapes = {name: CompressedLinear.of(module).shape for name, module in layers.items()}
-        inside = {name: _classes(module) for name, module in layers.items() if shapes[name][0] > 1}
+        inside = {
+            name: _classes(module)
+            for name, module in layers.items()
+            if shapes[name][0] > 1 and not is_always_float32(module)
+        }
         containers = {name[:end] for name in inside for end, letter in enumerate(name) if letter == "."}
         parts = tuple(f"{name}." for name in inside)
         other_modules = {

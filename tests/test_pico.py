@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.data.ids import token_ids
-from compress.data.mixed_text import embedded_text
+from compress.data.installed_texts import embedded_text
 from compress.data.tokenization import token_stream
 
 PICO = Path(__file__).parent / "pico"

@@ -20,11 +20,10 @@ from compress.checkpoint.caches import install_policies, read_policies
 from compress.checkpoint.containers.digests import verify_digests
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.formats.mlx import MLX_KEY, mlx_config
 from compress.checkpoint.formats.native import WEIGHTS
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import StoredLayers, check_finite
-from compress.checkpoint.sources.files import autogptq_config, fingerprint_of
+from compress.checkpoint.sources.files import MLX_KEY, fingerprint_of, stated_quantization
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
@@ -159,8 +158,10 @@ class Checkpoint:
     def stated(self) -> Statement:
         """The content of config.json."""
         config = read_config(self.folder, self.source, self.trust_remote_code)
-        quantization, affine, caches, _ = (vars(config).pop(key, None) for key in (*STATED, WEIGHTS))
-        quantization = mlx_config(affine) or quantization or autogptq_config(self.folder)
+        quantization = stated_quantization(vars(config), self.folder)
+        caches = vars(config).get(CONFIG_KEY)
+        for key in (*STATED, WEIGHTS):
+            vars(config).pop(key, None)
         format_, quantization = _format_of(quantization, self.source)
         return Statement(config, format_, quantization, caches, masked_in(config))
 

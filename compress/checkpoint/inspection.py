@@ -13,11 +13,10 @@ from torch import nn
 
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
-from compress.checkpoint.formats.mlx import MLX_KEY, mlx_config
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
-from compress.checkpoint.sources.files import autogptq_config
+from compress.checkpoint.sources.files import stated_quantization
 from compress.checkpoint.sources.gguf_parts import gguf_of, open_parts, parts_of
 from compress.checkpoint.sources.stored import Place, read_stored, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
@@ -126,9 +125,8 @@ def inspect(source: str | Path, values: bool = False) -> Inspection:
 def _inspect_files(
     source: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, Place], values: bool
 ) -> Inspection:
-    quantization = config.get("quantization_config")
-    stated = mlx_config(config.get(MLX_KEY)) or quantization
-    stated = stated if isinstance(stated, dict) else autogptq_config(folder) or {}
+    quantization = stated_quantization(config, folder)
+    stated = quantization if isinstance(quantization, dict) else {}
     schemes = _own_schemes(stated, folder)
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):

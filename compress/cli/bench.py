@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from compress.cli.options import DTYPE
 from compress.cli.show import print_json, print_table
 from compress.recipe.tables import ResultTable
 
@@ -11,7 +12,7 @@ from compress.recipe.tables import ResultTable
 @click.command()
 @click.argument("model")
 @click.option("--against", metavar="BASE", help="Another model, measured in turns with MODEL.")
-@click.option("--dtype", default="auto", help="Dtype of computation.")
+@DTYPE
 @click.option(
     "--compile",
     "compiled",

@@ -101,9 +101,8 @@ def quantize(
         raise click.UsageError("write --scheme, such as --scheme W4A16, or --bits, such as --bits 4 --group-size 128")
     if group_size is not None and bits is None:
         raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
-    data = starts.integer_data(model, bits, group_size) if scheme is None else starts.quantize_data(model, scheme)
-    folder = out or starts.folder_of(model, scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
-    _run(_build(data, options), folder, overwrite, (push_to_hub, public), as_json, memory)
+    data, folder = starts.quantize_line(model, scheme, bits, group_size)
+    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command()
@@ -131,9 +130,8 @@ def prune(
     """Prune MODEL and store it as plain weights with zeros."""
     from compress.recipe import starts
 
-    data = starts.prune_data(model, method, pattern, sparsity)
-    folder = out or starts.folder_of(model, method, pattern, sparsity)
-    _run(_build(data, options), folder, overwrite, (push_to_hub, public), as_json, memory)
+    data, folder = starts.prune_line(model, method, pattern, sparsity)
+    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command()
@@ -155,9 +153,8 @@ def distill(
     """Train all weights of STUDENT on the outputs of a larger model."""
     from compress.recipe import starts
 
-    data = starts.distill_data(student, teacher)
-    folder = out or starts.folder_of(student, "distill")
-    _run(_build(data, options), folder, overwrite, (push_to_hub, public), as_json, memory)
+    data, folder = starts.distill_line(student, teacher)
+    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
 
 
 @main.command()

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from compress.cli.complete import complete_compute
 from compress.cli.eval import print_evaluation, settings_of, settings_options
+from compress.cli.options import DEVICE, DTYPE
 from compress.cli.show import echo, print_json, print_table
 
 
@@ -17,13 +17,8 @@ from compress.cli.show import echo, print_json, print_table
 @click.option("--measure", is_flag=True, help="Measure all models now instead of reading their reports.")
 @click.option("--base", help="Uncompressed model to measure against; implies --measure.")
 @settings_options
-@click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option(
-    "--device",
-    default="auto",
-    shell_complete=complete_compute,
-    help="Device of computation: auto, cpu, cuda, or cuda:N.",
-)
+@DTYPE
+@DEVICE
 @click.option("--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results.")
 @click.option(
     "-o",

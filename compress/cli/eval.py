@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.complete import complete_compute, complete_suite
-from compress.cli.options import FAIL_IF, limits_of
+from compress.cli.complete import complete_suite
+from compress.cli.options import DEVICE, DTYPE, FAIL_IF, limits_of
 from compress.cli.show import echo, print_table
 from compress.errors import Failure, ProcessError
 
@@ -59,13 +59,8 @@ def settings_options(command: Any) -> Any:
 @settings_options
 @FAIL_IF
 @click.option("--base", help="Model that the others are compared with.  [default: the first of several]")
-@click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option(
-    "--device",
-    default="auto",
-    shell_complete=complete_compute,
-    help="Device of computation: auto, cpu, cuda, or cuda:N.",
-)
+@DTYPE
+@DEVICE
 @click.option(
     "--work",
     type=click.Path(path_type=Path),

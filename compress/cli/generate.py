@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from compress.cli.complete import complete_compute
+from compress.cli.options import DEVICE, DTYPE
 from compress.cli.show import echo
 
 
@@ -21,13 +21,8 @@ from compress.cli.show import echo
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among so many of the most likely tokens.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of sampling.")
 @click.option("--stream/--no-stream", default=None, help="Print words as they come.  [default: on a terminal]")
-@click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option(
-    "--device",
-    default="auto",
-    shell_complete=complete_compute,
-    help="Device of computation: auto, cpu, cuda, or cuda:N.",
-)
+@DTYPE
+@DEVICE
 @click.option("--activations", type=click.Choice(["int8"]), help="Round the inputs of layers of integer codes: faster.")
 def generate(
     model: str,

@@ -16,6 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RECIPE = click.argument("recipe", shell_complete=complete_recipe)
 MODEL = click.option("--model", help="Model to use instead of the recipe's: hub id, local folder or .gguf file.")
+DTYPE = click.option("--dtype", default="auto", help="Dtype of computation.")
+DEVICE = click.option(
+    "--device",
+    default="auto",
+    shell_complete=complete_compute,
+    help="Device of computation: auto, cpu, cuda, or cuda:N.",
+)
 
 OF_A_TEXT = (
     "dataset",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from compress.cli.complete import complete_compute
 from compress.cli.group import without_collection
+from compress.cli.options import DEVICE, DTYPE
 from compress.cli.show import echo, print_json, print_table
 from compress.recipe.tables import SHOWN, ResultTable
 
@@ -45,13 +45,8 @@ if TYPE_CHECKING:
 )
 @click.option("--length", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens per window.")
 @click.option("--bits", type=float, help="Also print the pass that spends this many bits per weight best.")
-@click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option(
-    "--device",
-    default="auto",
-    shell_complete=complete_compute,
-    help="Device of computation: auto, cpu, cuda, or cuda:N.",
-)
+@DTYPE
+@DEVICE
 @click.option(
     "--work",
     type=click.Path(path_type=Path),

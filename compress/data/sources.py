@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE, check_local, dataset_rows, told_of
 from compress.data.forms import RowReader
-from compress.data.mixed_text import embedded_text, mixed_text
+from compress.data.installed_texts import embedded_text, mixed_text
 from compress.data.pieces import Piece, TextTally, pieces_of
 from compress.data.text_source import HUB_DOCUMENTS, PYTHON, SECTIONS, GivenText, Part, TextSource, as_source
 from compress.errors import CalibrationError, did_you_mean

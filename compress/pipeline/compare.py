@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 from compress.errors import RecipeError
 from compress.evaluation.comparison import Comparison
 from compress.passes.contract.journal import Journal
-from compress.pipeline.evaluation import evaluate
+from compress.pipeline.evaluation import evaluate, sources_of
 from compress.recipe.evaluation import Evaluate
 from compress.report.pareto import Variants
 
@@ -38,7 +38,7 @@ class EvaluationOptions(TypedDict, total=False):
 
 
 def compare(
-    models: Sequence[str | Path],
+    models: str | Path | Sequence[str | Path],
     base: str | Path | None = None,
     settings: Evaluate | None = None,
     *,
@@ -59,11 +59,11 @@ def compare(
         The variants; the base is not among them.
 
     Raises:
-        RecipeError: if the base is the only model.
+        RecipeError: for no model, and if the base is the only one.
         ReportError: if reports are missing, or of different texts or models.
         CompressError: as `compress.evaluation`, if the models are measured.
     """
-    sources = [str(model) for model in models]
+    sources = sources_of(models)
     if not (measure or base is not None or settings is not None):
         return Variants.from_reports([Path(source) for source in sources])
     if not {*sources} - {sources[0] if base is None else str(base)}:

@@ -15,7 +15,7 @@ from compress.errors import CalibrationError, TargetError
 from compress.models.kinds.kinds import adapter_of, most_tokens
 from compress.passes.contract.options import Options
 from compress.passes.contract.passes import Pass
-from compress.pipeline.sampled_text import MEMORY_SHARE
+from compress.pipeline.sampled_text import MEMORY_SHARE, weights_bytes
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import label
@@ -72,7 +72,7 @@ def with_self_share(
     share, notes = calibration.self_share, []
     if share == "auto":
         calibrates = any(step.requires.data for step in passes)
-        size_bytes = sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
+        size_bytes = weights_bytes(model)
         device = model.device.type
         memory_bytes = (
             torch.cuda.get_device_properties(model.device).total_memory

@@ -23,7 +23,7 @@ from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.untrusted import check_complete, check_no_adapter
 from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.text_source import as_source
-from compress.errors import ModelError, one_line, reported_as
+from compress.errors import ModelError, RecipeError, one_line, reported_as
 from compress.evaluation import EVALUATORS, combine_all, measure_one
 from compress.evaluation.base import EvaluationContext, overlap_in_words
 from compress.evaluation.comparison import Comparison
@@ -102,10 +102,10 @@ def evaluate(
         OutputError: for a folder of stored results that cannot be written.
         ModelError: for a folder without a model, and for different tokenizers.
         CalibrationError: for texts that cannot be read.
-        RecipeError: for tasks that do not exist.
+        RecipeError: for no model, and for tasks that do not exist.
         NumericError: for a loss that is NaN.
     """
-    sources = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
+    sources = sources_of(models)
     settings, base = settings or Evaluate(), None if base is None else str(base)
     check_tasks(settings)
     if work is not None:
@@ -160,6 +160,18 @@ def evaluate(
             del model
             gc.collect()
     return results.comparison()
+
+
+def sources_of(models: str | Path | Sequence[str | Path]) -> list[str]:
+    """Return the sources of one or several models.
+
+    Raises:
+        RecipeError: if there is none.
+    """
+    sources = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
+    if not sources:
+        raise RecipeError("models: name at least one: a checkpoint folder, a hub id or a .gguf file")
+    return sources
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Result(Shown):
     def tables(self) -> list[ResultTable]:
         """Return the sizes and the quality before and after."""
         if not self.report:
-            return [ResultTable(f"{self.folder}: rank 0 has the report", (), [])]
+            return [ResultTable("", ("folder", "report"), [(str(self.folder), "in the process of rank 0")])]
         measured = self.measured
         return [ResultTable(f"{measured.model.source} -> {self.folder}", HEAD, rows(measured))]
 

@@ -12,7 +12,7 @@ from compress.pipeline.finish import Result
 from compress.pipeline.run import run
 from compress.recipe.schema import Recipe
 from compress.recipe.settings import Setting, place_of
-from compress.recipe.starts import distill_data, folder_of, integer_data, prune_data, quantize_data
+from compress.recipe.starts import distill_line, prune_line, quantize_line
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,9 +70,7 @@ def quantize(
         raise RecipeError("scheme: write one, such as scheme='W4A16', or bits, such as bits=4, group_size=128")
     if scheme is not None and group_size is not None:
         raise RecipeError("group_size: is an option of bits; a scheme has its own groups")
-    model, words = str(model), (scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
-    data = integer_data(model, bits, group_size) if scheme is None else quantize_data(model, scheme)
-    return _run(data, folder_of(model, *words) if out is None else out, settings, options)
+    return _run(quantize_line(str(model), scheme, bits, group_size), out, settings, options)
 
 
 def prune(
@@ -103,9 +101,7 @@ def prune(
         RecipeError: for a pass that does not prune, or an invalid option.
         CompressError: as `compress.run`.
     """
-    model = str(model)
-    data = prune_data(model, method, pattern, sparsity)
-    return _run(data, folder_of(model, method, pattern, sparsity) if out is None else out, settings, options)
+    return _run(prune_line(str(model), method, pattern, sparsity), out, settings, options)
 
 
 def distill(
@@ -131,11 +127,16 @@ def distill(
     Raises:
         CompressError: as `compress.run`.
     """
-    student = str(student)
-    folder = folder_of(student, "distill") if out is None else out
-    return _run(distill_data(student, str(teacher)), folder, settings, options)
+    return _run(distill_line(str(student), str(teacher)), out, settings, options)
 
 
-def _run(data: dict[str, Any], folder: str | Path, settings: Mapping[str, Any] | None, options: RunOptions) -> Result:
+def _run(
+    line: tuple[dict[str, Any], Path],
+    out: str | Path | None,
+    settings: Mapping[str, Any] | None,
+    options: RunOptions,
+) -> Result:
+    """Run the recipe of a line; without `out`, in its default folder."""
+    data, folder = line
     changes = [Setting(place_of(key), value, f"settings {key}") for key, value in (settings or {}).items()]
-    return run(Recipe.from_data(data, changes), folder, **options)
+    return run(Recipe.from_data(data, changes), folder if out is None else out, **options)

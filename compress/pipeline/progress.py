@@ -91,11 +91,10 @@ class ProgressDisplay:
         self._bar.stop()
 
     def complete(self) -> None:
-        """Show what has begun as complete: the last entry of a count comes before its last step."""
+        """Show counts as complete whose last step has begun."""
         self.end_stage()
-        for task, (text, count, of) in list(self._counts.items()):
-            if count < of:
-                self._show(task, text, of, of)
+        for task in self._counts:
+            self._complete(task)
 
     def hear(self, entry: JournalEntry) -> None:
         """Show an entry of the journal: a warning, a fallback, or progress."""
@@ -121,10 +120,14 @@ class ProgressDisplay:
 
     def _begin_stage(self, text: str) -> None:
         self._bar.start()
-        text_of_block, count, of = self._counts.get("blocks", ("", 0, 0))
-        if count == of - 1:  # the last block has begun, and what follows it, too
-            self._show("blocks", text_of_block, of, of)
+        self._complete("blocks")
         self._stage = self._bar.add_task(text, total=None)
+
+    def _complete(self, task: str) -> None:
+        """Show a count as complete if its last step has begun; a training that ended early has more."""
+        text, count, of = self._counts.get(task, ("", 0, 0))
+        if count == of - 1:
+            self._show(task, text, of, of)
 
     def _show(self, task: str, text: str, count: int, of: int) -> None:
         self._bar.start()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.files import atomic
 from compress.checkpoint.opened import OpenModel
@@ -61,7 +62,12 @@ def sampled_ids(
 def fits_whole(opened: OpenModel, memory_bytes: int | None = None) -> bool:
     """Return whether all weights of a model may be in memory at once; otherwise each token reads them from the disk."""
     limit = available_bytes(opened.device) if memory_bytes is None else memory_bytes
-    return sum(p.numel() for p in opened.model.parameters()) * opened.dtype.itemsize <= MEMORY_SHARE * limit
+    return weights_bytes(opened.model) <= MEMORY_SHARE * limit
+
+
+def weights_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of all weights of a model, which may be without values."""
+    return sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
 
 
 def _stored_file(opened: OpenModel, sampling: Sampling, sequences: int, length: int, seed: int) -> Path | None:

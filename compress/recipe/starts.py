@@ -22,14 +22,23 @@ def quantize_data(model: str, scheme: str) -> dict[str, Any]:
     return {"model": model, "passes": [{KEY: scheme_preset.name}], **save}
 
 
-def integer_data(model: str, bits: int | None, group_size: int | None) -> dict[str, Any]:
-    """Return the recipe that quantizes a model by GPTQ to integers of some bits."""
+def quantize_line(
+    model: str, scheme: str | None, bits: int | None, group_size: int | None
+) -> tuple[dict[str, Any], Path]:
+    """Return the recipe of `quantize`, by a preset or by GPTQ to integers of some bits, and its output folder.
+
+    Raises:
+        RecipeError: if the preset is unknown.
+    """
+    folder = folder_of(model, scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
+    if scheme is not None:
+        return quantize_data(model, scheme), folder
     groups = {} if group_size is None else {"group_size": group_size}
-    return {"model": model, "passes": [{"gptq": {"weights": f"int{bits}", **groups}}]}
+    return {"model": model, "passes": [{"gptq": {"weights": f"int{bits}", **groups}}]}, folder
 
 
-def prune_data(model: str, method: str, pattern: str | None, sparsity: float | None) -> dict[str, Any]:
-    """Return the recipe that prunes a model by a pass, and stores it as plain weights with zeros, for all programs.
+def prune_line(model: str, method: str, pattern: str | None, sparsity: float | None) -> tuple[dict[str, Any], Path]:
+    """Return the recipe that prunes a model by a pass and stores plain weights with zeros, and its output folder.
 
     Raises:
         RecipeError: if the pass does not remove weights.
@@ -41,12 +50,14 @@ def prune_data(model: str, method: str, pattern: str | None, sparsity: float | N
         )
     values = {"pattern": pattern, "sparsity": sparsity}
     options = {name: value for name, value in values.items() if value is not None}
-    return {"model": model, "passes": [{method: options}], "save": {"format": "dense"}}
+    data = {"model": model, "passes": [{method: options}], "save": {"format": "dense"}}
+    return data, folder_of(model, method, pattern, sparsity)
 
 
-def distill_data(student: str, teacher: str) -> dict[str, Any]:
-    """Return the recipe that trains all weights of a student on the outputs of a teacher, stored as plain weights."""
-    return {"model": student, "passes": [{"distill": {"teacher": teacher}}], "save": {"format": "dense"}}
+def distill_line(student: str, teacher: str) -> tuple[dict[str, Any], Path]:
+    """Return the recipe that trains all weights of a student on the outputs of a teacher, and its output folder."""
+    data = {"model": student, "passes": [{"distill": {"teacher": teacher}}], "save": {"format": "dense"}}
+    return data, folder_of(student, "distill")
 
 
 def folder_of(model: str, *words: object) -> Path:

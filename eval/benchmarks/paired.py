@@ -1,12 +1,13 @@
 """Rows against each other on the same windows: loss, KL and seconds, paired standard errors, and the spread over orders.
 
-    python eval/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test TEXT --calibration TEXT[,TEXT...]... \
+    python eval/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test TEXT --calibration TEXT... \
         [--windows 8] [--sequences 16] [--length 512] [--bos calibration test] [--orders 5] [--threads 1]
 
 ROW: a row of rows.py. TEXT: token ids (.npy), or a source with --length: embedded, the path of a text file, ...
-Several texts with commas between them are a mixture in equal shares, and `self` is text that the model samples. Each
-row is run with each calibration. The first row with the first calibration is the base of the paired differences (row minus base, mean over windows, and its standard error) in loss and
-in KL. --bos: texts whose sequences begin with the tokens that the tokenizer adds before a text, as those of recipes do;
+A calibration may also be a value of `calibration:` in a recipe, such as '{source: embedded, self_share: 0.5}', and is
+then read as recipes read it. Each row is run with each calibration. The first row with the first calibration is the base
+of the paired differences (row minus base, mean over windows, and its standard error) in loss and in KL.
+--bos: texts whose sequences begin with the tokens that the tokenizer adds before a text, as those of recipes do;
 none by default. KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
 N times: the calibration sequences as given, then permuted, in other batches, and with another number of threads; spread
 is the largest perplexity over the smallest, minus 1. Models are compressed in memory, for format native. One JSON line
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
 from time import process_time
@@ -26,17 +26,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from divergence import log_probabilities, opened
 from rows import ROWS
 from torch import Tensor
 from transformers import AutoTokenizer
 
 import compress
-from compress.data.ids import sample, shares
+from compress.data.ids import sample
 from compress.data.opening import special_tokens_around
-from compress.data.self_sampling import Sampling, self_sampled
 from compress.data.text_source import Part
+from compress.models.kinds.batch import IDS, joined
 from compress.numerics.statistics import mean
+from compress.pipeline.sources import in_memory
+from compress.pipeline.texts import calibration_examples
 
 BATCH = 4
 
@@ -63,7 +66,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", metavar="ROW")
     for name in ("model", "test"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--calibration", required=True, nargs="+", metavar="TEXT[,TEXT...]")
+    parser.add_argument("--calibration", required=True, nargs="+", metavar="TEXT")
     parser.add_argument("--orders", type=int, default=1, choices=range(1, len(ORDERS) + 1))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--windows", type=int, help="of the test; all if not given")
@@ -78,25 +81,21 @@ def main() -> None:
     def ids_of(source: str, part: Part, count: int | None) -> Tensor:
         return sample(source, part, tokenizer, count, arguments.length, 0, prefix.get(part, ()))[0]
 
-    def mixed(text: str) -> Tensor:
-        sources = text.split(",")
-        counts = [arguments.sequences] if len(sources) == 1 else shares([1.0] * len(sources), arguments.sequences)
-        ids = torch.cat([calibration_ids(source, count) for source, count in zip(sources, counts, strict=True)])
-        return ids if len(sources) == 1 else ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-
-    @cache
-    def calibration_ids(source: str, count: int | None) -> Tensor:
-        if source != "self":
-            return ids_of(source, "calibration", count)
-        begin, sampling = process_time(), Sampling(prefix=tuple(prefix.get("calibration", ())))
-        ids = self_sampled(model, tokenizer, count, arguments.length, 0, sampling)
-        seconds = process_time() - begin
-        print(json.dumps({"sampled tokens": ids.numel(), "seconds": round(seconds, 1)}), flush=True)
-        return ids
+    def calibration_of(text: str) -> Tensor:
+        values = yaml.safe_load(text)
+        if isinstance(values, str):
+            return ids_of(text, "calibration", arguments.sequences)
+        shape = {"sequences": arguments.sequences, "length": arguments.length}
+        stated = {name: value for name, value in shape.items() if value is not None}
+        recipe = compress.Recipe.from_data(
+            {"model": arguments.model, "passes": ["rtn"], "calibration": stated | values, "eval": None}
+        )
+        examples, _ = calibration_examples(recipe, in_memory(model, tokenizer))
+        return joined(examples.sequences).inputs[IDS]
 
     windows = ids_of(arguments.test, "test", arguments.windows)
     model: Any = opened(arguments.model)
-    calibrations = {text: mixed(text) for text in arguments.calibration}
+    calibrations = {text: calibration_of(text) for text in arguments.calibration}
     reference = [log_probabilities(model, window).half() for window in windows]
     first: tuple[list[float], list[float]] | None = None
     for name, text in product(arguments.rows, calibrations):

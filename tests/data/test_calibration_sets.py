@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from compress import Recipe
 from compress.checkpoint.opening import open_model
 from compress.data import ids as ids_of
-from compress.data import mixed_text, sources
+from compress.data import installed_texts, sources
 from compress.models.kinds.batch import Examples
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_a_set_of_the_hub_is_the_one_that_is_loaded(name):
 
 def test_the_text_has_the_stored_hash(measured_python):
     wanted = EMBEDDED["text_sha256"][platform.python_version()]
-    assert sources.text_sha256(mixed_text.embedded_text("calibration")) == wanted
+    assert sources.text_sha256(installed_texts.embedded_text("calibration")) == wanted
 
 
 def test_the_ids_have_the_stored_hash():

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from compress.data import ids as ids_of
 from compress.data.ids import sample
-from compress.data.mixed_text import embedded_text
+from compress.data.installed_texts import embedded_text
 from compress.data.pieces import PIECE, Piece, TextShare, draw, pieces_of, shared
 from compress.data.sources import text_sha256
 from compress.data.text_source import TextSource

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.data import ids as ids_of
-from compress.data import mixed_text, self_sampling, sources
+from compress.data import installed_texts, self_sampling, sources
 from compress.data.text_source import Part, TextSource
 from compress.data.tokenization import token_stream
 from compress.errors import CalibrationError
@@ -42,13 +42,13 @@ def model():
 
 
 def test_both_parts_have_text():
-    sizes = {part: sum(map(len, mixed_text.embedded_text(part))) for part in ("calibration", "test")}
+    sizes = {part: sum(map(len, installed_texts.embedded_text(part))) for part in ("calibration", "test")}
     assert 0.15 < sizes["test"] / sum(sizes.values()) < 0.30
 
 
 def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
     def paragraphs(part: Part) -> set[str]:
-        return {" ".join(p.split()) for text in mixed_text.embedded_text(part) for p in text.split("\n\n")} - {""}
+        return {" ".join(p.split()) for text in installed_texts.embedded_text(part) for p in text.split("\n\n")} - {""}
 
     assert len(paragraphs("test")) > 300
     assert paragraphs("test").isdisjoint(paragraphs("calibration"))
@@ -56,7 +56,7 @@ def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
 
 @pytest.mark.parametrize(("topic", "is_test"), [("assignment", True), ("comparisons", False)])
 def test_the_split_is_fixed(topic, is_test):
-    assert (topics[topic] in mixed_text.embedded_text("test")) is is_test
+    assert (topics[topic] in installed_texts.embedded_text("test")) is is_test
 
 
 def test_text_hash_follows_the_bounds_of_the_documents():
@@ -100,7 +100,7 @@ def test_test_ids_are_the_text_from_its_start(tokenizer):
     few = ids_of.token_ids("embedded", "test", tokenizer, 3, 64, seed=5)
     every = ids_of.token_ids("embedded", "test", tokenizer, None, 64, seed=6)
     assert torch.equal(few, every[:3])
-    assert mixed_text.embedded_text("test")[0].startswith(tokenizer.decode(few[0]))
+    assert installed_texts.embedded_text("test")[0].startswith(tokenizer.decode(few[0]))
 
 
 def test_documents_are_joined_by_the_end_token(tokenizer):

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from compress.data.ids import token_ids
-from compress.data.mixed_text import embedded_text
+from compress.data.installed_texts import embedded_text
 from compress.data.sources import text_sha256
 from compress.data.tokenization import token_stream
 

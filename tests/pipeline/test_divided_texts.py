@@ -12,7 +12,7 @@ from speech import write_model, write_recordings
 import compress
 from compress import Calibration, Evaluate, Recipe
 from compress.checkpoint.opening import open_model
-from compress.data.mixed_text import embedded_text
+from compress.data.installed_texts import embedded_text
 from compress.data.overlap import CalibrationSketch
 from compress.data.text_source import TextSource
 from compress.errors import RecipeError

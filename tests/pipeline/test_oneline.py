@@ -7,6 +7,8 @@ from click.testing import CliRunner
 
 import compress
 from compress.cli import main
+from compress.passes.contract.journal import Journal
+from compress.pipeline.finish import Result
 from compress.recipe.evaluation import Evaluate
 
 LITTLE = {"calibration.sequences": 2, "calibration.length": 32, "eval": None}
@@ -89,6 +91,24 @@ def test_models_are_measured_and_compared(pico, texts, tmp_path):
     assert variant.source in repr(compared) and "<table>" in compared._repr_html_()
     with pytest.raises(compress.CompressError, match="nothing is compared with the base"):
         compress.compare([pico], measure=True)
+
+
+@pytest.mark.parametrize("function", [compress.evaluate, compress.compare])
+def test_no_model_is_named(function):
+    with pytest.raises(compress.CompressError, match="models: name at least one"):
+        function([])
+
+
+def test_one_folder_is_compared_by_its_path(pico, texts, tmp_path):
+    settings = {"calibration.sequences": 2, "calibration.length": 32, "eval.perplexity": [texts["test"]]}
+    settings |= {"calibration.source": texts["calibration"], "eval.windows": 2, "eval.length": 32}
+    out = compress.quantize(pico, "W8A16", tmp_path / "out", settings=settings, progress=False).folder
+    assert [variant.source for variant in compress.compare(out).models] == [str(out)]
+
+
+def test_a_result_without_its_report_is_shown(tmp_path):
+    result = Result(tmp_path / "out", {}, Journal())
+    assert str(tmp_path / "out") in repr(result) and "<table>" in result._repr_html_()
 
 
 def test_sensitivities_are_shown(pico, texts, tmp_path):

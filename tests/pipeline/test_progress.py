@@ -61,6 +61,13 @@ def test_a_run_that_fails_is_not_shown_as_complete():
     assert file.getvalue() == "perplexity  1/2\n"
 
 
+def test_a_training_that_ended_early_is_not_shown_as_complete():
+    file, journal = io.StringIO(), Journal()
+    with shown_progress(journal, Console(file=file, width=100, markup=False)):
+        journal.add("progress", "train", "training", done=30, of=100)
+    assert file.getvalue() == "training  30/100\n"
+
+
 def test_run_shows_progress_unless_told_otherwise(recipe, tmp_path, capsys):
     asked = recipe(compress.RTN(group_size=32), eval=None, save={"verify": "own"})
     compress.run(asked, tmp_path / "a")

@@ -222,7 +222,10 @@ class Format(ABC):
         return None
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
-        """The scheme of the layer in its stored form; None for a layer that is stored dequantized."""
+        """Return the scheme of the layer in its stored form; None for a layer that is stored dequantized.
+
+        It is asked before `refuses`, so it must not raise for a scheme that the format cannot hold.
+        """
         return scheme
 
     def adapt_part(self, part: WeightPart) -> WeightPart:

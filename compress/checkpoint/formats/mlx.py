@@ -35,6 +35,7 @@ from compress.checkpoint.formats.accepted import Accepted, check_keys, only, wit
 from compress.checkpoint.formats.base import Ends, Format, refuses_transforms
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.checkpoint.formats.readers import table
+from compress.checkpoint.sources.files import MLX_KEY
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
@@ -45,17 +46,10 @@ from compress.numerics.quant.grids import GRIDS, Grid, IntGrid, OffsetGrid
 BITS = (2, 3, 4, 5, 6, 8)
 SIZES = (128, 64, 32)
 AFFINE = "affine"
-MLX_KEY = "quantization"
-"""The entry of config.json that mlx-lm reads."""
 LAYER_KEYS: dict[str, Accepted] = {"group_size": only(*SIZES), "bits": only(*BITS), "mode": only(AFFINE, None)}
 """The keys of the entry of one layer."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def mlx_config(values: Any) -> dict[str, Any] | None:
-    """Return the `quantization_config` of the entry `MLX_KEY` of a config; None without one."""
-    return {**values, "quant_method": MLX.quant_method} if isinstance(values, Mapping) else None
 
 
 class MLX(Format):

@@ -20,6 +20,8 @@ SAMPLES = 64
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 SENTENCEPIECE = "tokenizer.model"
+MLX_KEY = "quantization"
+"""The entry of config.json in which mlx-lm states the numbers of a model."""
 MODULES = "modules.json"
 """The list of modules of sentence-transformers."""
 PLAIN = "*sentence*.json"
@@ -98,12 +100,23 @@ def _tokenizer_code(folder: Path) -> str | None:
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def autogptq_config(folder: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` in the separate file of AutoGPTQ, quantize_config.json; None without one.
+def stated_quantization(config: Mapping[str, Any], folder: Path) -> Any:
+    """Return the `quantization_config` of a folder, wherever its writer states it; None without one.
+
+    Args:
+        config: Entries of config.json.
+        folder: Folder of the model; AutoGPTQ writes a separate file there.
 
     Raises:
         ModelError: for a file that cannot be read.
     """
+    if isinstance(affine := config.get(MLX_KEY), Mapping):
+        return {**affine, "quant_method": "mlx"}
+    return config.get("quantization_config") or _autogptq_config(folder)
+
+
+def _autogptq_config(folder: Path) -> dict[str, Any] | None:
+    """Return the content of quantize_config.json. Raises ModelError."""
     path = folder / "quantize_config.json"
     if not path.is_file():
         return None

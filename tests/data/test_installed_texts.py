@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from compress.data.ids import token_ids
-from compress.data.mixed_text import documents_of, embedded_text, mixed_text
+from compress.data.installed_texts import MODULES, documents_of, embedded_text, mixed_text
 from compress.errors import CalibrationError
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
@@ -49,7 +49,15 @@ def test_calibration_reads_the_first_sequences():
     assert many[:4].tolist() == few.tolist()
 
 
-def test_a_python_without_sources_is_an_error(monkeypatch):
-    monkeypatch.setattr("compress.data.mixed_text.find_spec", lambda name: None)
+def test_files_of_the_current_folder_are_not_read(tmp_path, monkeypatch, documents):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in MODULES:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this file is not part of Python')\n")
+    assert mixed_text("calibration") == documents
+
+
+def test_a_python_without_sources_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr("compress.data.installed_texts.sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(CalibrationError, match="mixed: this Python has no source file of the module calendar"):
         mixed_text("calibration")

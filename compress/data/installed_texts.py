@@ -1,17 +1,18 @@
-"""The `mixed` source: several kinds of text that come with Python and with this package.
+"""The `embedded` and `mixed` sources: texts that come with Python and with this package.
 
-Short documents of the language reference, of the standard library's code and of `written/` (prose, dialogues and nine
-other languages, written for this package) follow each other, so that any number of sequences from the start holds all
-kinds. Reference and code differ between CPython versions, and reports include the digest of the text.
+`embedded` is Python's language reference. `mixed` has several kinds of text: short documents of the reference, of the
+standard library's code and of `written/` (prose, dialogues and nine other languages, written for this package) follow
+each other, so that any number of sequences from the start contains all kinds. Reference and code differ between CPython
+versions, and reports include the digest of the text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -81,11 +82,12 @@ def paragraphs(text: str) -> list[str]:
 
 
 def _code(part: Part) -> Iterator[str]:
+    """Yield source files of the standard library, whatever files of the same names the current folder has."""
+    folder = Path(sysconfig.get_path("stdlib"))
     for name in MODULES:
         if _is_test(name) == (part == "test"):
-            spec = find_spec(name)
-            path = None if spec is None or spec.origin is None else Path(spec.origin)
-            if path is None or path.suffix != ".py" or not path.is_file():
+            path = folder.joinpath(*name.split(".")).with_suffix(".py")
+            if not path.is_file():
                 raise CalibrationError(
                     f"{part}: mixed: this Python has no source file of the module {name}; use embedded, or a text file"
                 )

@@ -334,10 +334,11 @@ def indexes(draw: Draw) -> None:
         return
     name = chance.choice(sorted(lines if lines and chance.random() < 0.7 else whole))
     tensor = whole[name]
-    info, flat, at = torch.iinfo(tensor.dtype), tensor.flatten(), chance.randrange(tensor.numel())
+    # as numpy: torch has few operations on unsigned integers
+    info, flat, at = torch.iinfo(tensor.dtype), tensor.flatten().numpy().copy(), chance.randrange(tensor.numel())
     size, kind = info.max - info.min + 1, chance.randrange(6)
     if kind == 0:
-        flat = climbing(flat, chance.choice([size // 2, size, 2 * size, -size]))
+        flat = climbing(tensor.flatten(), chance.choice([size // 2, size, 2 * size, -size])).numpy()
     elif kind == 1:
         flat[at] = chance.choice([info.min, info.max, info.min + 1, info.max - 1])
     elif kind == 2:
@@ -347,10 +348,10 @@ def indexes(draw: Draw) -> None:
         beyond = chance.choice([32, 33, 64, 65, len(flat), len(flat) + 1, -1, int(flat.max()) + 1, int(flat.min()) - 1])
         flat[at] = min(max(beyond, info.min), info.max)
     elif kind == 4:
-        flat = flat.flip(0)
+        flat = flat[::-1].copy()
     else:
-        flat[at:] = flat[at].clone()
-    held[name] = flat.view(tensor.shape).contiguous()
+        flat[at:] = flat[at]
+    held[name] = torch.from_numpy(flat).view(tensor.shape)
     save_file(held, path, metadata={"format": "pt"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,23 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
     """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
     check_folder(folder)
     try:
-        values = read_json(folder / "config.json")
-        check_config(values, trust_remote_code)
-        auto_map = values.get("auto_map")
-        if not trust_remote_code and isinstance(auto_map, dict) and values.get("model_type") not in CONFIG_MAPPING:
-            raise ModelError(f"model: {source} needs its own code ({auto_map.get('AutoConfig')}); {TRUST}")
+        _check_entries(read_json(folder / "config.json"), source, trust_remote_code)
         return call_foreign(AutoConfig.from_pretrained, folder, trust_remote_code=trust_remote_code)
     except (ValueError, CannotRun) as error:
         raise ModelError(f"model: {source} has no readable config.json ({_reason(error)})") from error
+
+
+def _check_entries(values: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
+    """Check the entries of config.json, which transformers then reads from the file again.
+
+    Raises:
+        ModelError: for a model that needs code of its own, which is not trusted.
+        ValueError: for entries that `check_config` refuses.
+    """
+    check_config(values, trust_remote_code)
+    auto_map = values.get("auto_map")
+    if not trust_remote_code and isinstance(auto_map, dict) and values.get("model_type") not in CONFIG_MAPPING:
+        raise ModelError(f"model: {source} needs its own code ({auto_map.get('AutoConfig')}); {TRUST}")
 
 
 def _reason(error: Exception) -> str:

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate, Recipe, Save
+from compress.blockwise.capture import ModelShell
 from compress.checkpoint.opened import OpenModel
 from compress.data import ids as ids_of
 from compress.data.ids import token_ids
 from compress.native.library import library
 from compress.passes.contract.journal import Journal, JournalEntry
-from compress.sweep.capture import ModelShell
 
 # Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
 _any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -39,7 +39,7 @@ FOLDERS = {
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "data": "texts and calibration batches",
     "passes.contract": "all that an author of a pass imports: the sizes of a pass, observers, options, facts, the journal",
-    "sweep": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
+    "blockwise": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
     "train": "the one training loop: objectives, teachers, parametrizations, schedules",
     "passes.families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm in folders by kind, found by their names; passes never import each other",
@@ -108,7 +108,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.passes.quantize.qllm": "splits and merges channels, then learns low-rank terms",
     "compress.passes.quantize.squeezellm": "codebooks and outliers",
     "compress.recipe.schema": "the value that YAML spells",
-    "compress.sweep.sweep": "the one loop over the blocks",
+    "compress.blockwise.sweep": "the one loop over the blocks",
     "compress.passes.families.quantizing": "joins grids, overrides, budgets and rounding in the options of passes",
 }
 MOST_PARAMETERS = 7
@@ -188,7 +188,7 @@ TENSOR_FILES = {
     "compress.checkpoint.sources.gguf_parts": "merges the parts of a file of another program",
     "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
     "compress.evaluation.divergence": "logits of the original model",
-    "compress.sweep.store": "activations between blocks",
+    "compress.blockwise.store": "activations between blocks",
     "compress.train.checkpoint": "the state of a training pass",
     "compress.train.teacher": "targets of a teacher",
 }
@@ -1053,7 +1053,7 @@ def test_no_exception_has_outlived_its_reason():
         ),
         (lambda tree: upward("compress.checkpoint.opening", tree), "from compress.pipeline import run"),
         (
-            lambda tree: upward("compress.sweep.store", tree),
+            lambda tree: upward("compress.blockwise.store", tree),
             "if TYPE_CHECKING:\n    from compress.recipe import Recipe",
         ),
         (lambda tree: many_parameters(tree, 2), "class A:\n    def f(self, a, b, *, c): pass"),

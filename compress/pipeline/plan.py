@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_for_plan, open_model
@@ -47,7 +48,6 @@ from compress.pipeline.resolve import (
 )
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
-from compress.sweep.quantized_embeddings import embeddings_of
 
 
 @dataclass(frozen=True)

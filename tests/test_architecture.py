@@ -74,6 +74,7 @@ LATE_IMPORTS = {
     "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.roofline": "as in compress.cli.commands",
     "compress.cli.sensitivity": "as in compress.cli.commands",
+    "compress.cli.sweep": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -90,6 +91,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.pipeline.evaluation": "evaluates models of every source",
     "compress.pipeline.checkpoint": "writes the checkpoint of a run and resumes it",
     "compress.pipeline.plan": "collects every check of a recipe before a run",
+    "compress.pipeline.sweep_plan": "plans every combination of a recipe",
     "compress.pipeline.sensitivity": "runs trials of passes on a model",
     "compress.pipeline.export": "saves a model in memory",
     "compress.pipeline.footprint": "adds up the memory of every stage of a run",
@@ -147,6 +149,7 @@ NAME_POLICIES = (f"{PACKAGE}.passes.cache", f"{PACKAGE}.checkpoint.formats")
 """Folders that may name a cache policy."""
 
 ENVIRONMENT = {
+    "compress.cli.sweep": "turns the reports of Ray to its authors off, unless the user has decided",
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
     "compress.models.child_process": "hands the environment on, without relative places of modules",
     "compress.native.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
@@ -159,6 +162,7 @@ CHILDREN = {
 """'module:function' that starts processes, and why."""
 BROAD = {
     "compress.passes.contract.processes:together": "tells the other processes of any error, and raises it on",
+    "compress.pipeline.attempts:attempt": "a run of a sweep may fail in any way; told as one failed row, with the traceback in its log",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.models.chat_template:serve": "templates of others may raise anything; told as one line",
     "compress.evaluation.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",

@@ -177,6 +177,13 @@ def recorded_inputs(folder: Path) -> Mapping[str, Any]:
     return {} if manifest is None else manifest.inputs
 
 
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder has a complete checkpoint of a run, of which no file is missing or changed."""
+    path = folder / WORK / MANIFEST
+    manifest = _read(path, folder) if path.exists() else None
+    return manifest is not None and manifest.complete and not manifest.damaged()
+
+
 def _read(path: Path, folder: Path) -> Manifest | None:
     """Return the manifest in a file; None if it is damaged or of another version, and so of another run."""
     try:

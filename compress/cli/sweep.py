@@ -74,7 +74,7 @@ def sweep(
         from compress.pipeline.on_ray import OnRay, imported
         from compress.pipeline.progress import Waiting
         from compress.pipeline.sweep import FILE, PAGE, run_planned
-        from compress.pipeline.sweep_plan import SweepOptions, plan_sweep
+        from compress.pipeline.sweep_plan import LOGS, SweepOptions, plan_sweep
 
     if not plan_only:
         imported()
@@ -87,7 +87,7 @@ def sweep(
         else:
             print_table(table)
         return
-    echo(f"{len(planned.runs)} runs in {planned.folder}; the log of each is in {planned.folder / 'logs'}", err=True)
+    echo(f"{len(planned.runs)} runs in {planned.folder}, their logs in {planned.folder / LOGS}", err=True)
     with Interrupt():
         result = run_planned(planned, OnRay(address, cpus, gpus), _show)
     if as_json:

@@ -71,7 +71,7 @@ class RunTask:
     @property
     def on_gpu(self) -> bool:
         """Whether the run computes on a GPU of this machine."""
-        return device_of(self.device).type == "cuda"
+        return self.device != "cpu" and device_of("auto").type == "cuda"
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ def _word(value: Any, place: Place) -> str:
     text = _spelled(value)
     if place[-1] in PATHS and isinstance(value, str):
         text = PurePosixPath(value.replace("\\", "/").rstrip("/")).name.removesuffix(".gguf")
-    return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "empty"
+    word = re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).rstrip("-.")
+    return (word if text.startswith("-") else word.lstrip("-.")) or "empty"  # the sign of a number stays
 
 
 def _spelled(value: Any) -> str:

@@ -22,6 +22,7 @@ OF_A_TEXT = (
     "mixture",
     "config",
     "split",
+    "streaming",
     "revision",
     "column",
     "chat_template",

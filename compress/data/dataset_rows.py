@@ -65,7 +65,7 @@ def dataset_rows(source: TextSource, part: Part, seed: int = 0) -> Iterator[Any]
 
 
 def in_turns(rows: Any, seed: int) -> Iterator[Any]:
-    """Yield all rows of a data set in turns from `AT_ONCE` of its files, in an order of the files that the seed chooses.
+    """Yield all rows of a data set in turns from `AT_ONCE` of its files; the seed chooses the order of the files.
 
     A file is opened when its first row is read. Rows of one file stay in their order. Rows of a data set that can be
     read in any order are shuffled.

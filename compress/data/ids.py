@@ -32,6 +32,8 @@ POOL, POOL_CHARACTERS = 1 << 21, 64
 about 16 times as many tokens as are drawn. A text with fewer characters is read whole."""
 
 
+STREAMED = 1 << 12
+"""Characters of a stream that are tokenized at once: what is read after the last sequence is not used."""
 DRAWN_BYTES = 6
 """Memory of each character of the pieces that are drawn, and of its tokens."""
 TOKEN_CHARACTERS = 3
@@ -214,10 +216,10 @@ class TextReading:
         """
         tally = TextTally()
         pieces = self._pieces(tally)
+        if self.source.streaming:
+            return *self._rows(encode(pieces, self.tokenizer, self.limit, STREAMED), count), tally
         encoded = encode(pieces, self.tokenizer, self.limit)
         rows, tokens = self._rows(encoded, count)
-        if self.source.streaming:
-            return rows, tokens, tally
         complete = next(encoded, None) is None
         for _ in pieces:  # for the digest
             complete = False

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from compress.pipeline.publish import push_to_hub as push_to_hub
     from compress.pipeline.run import run as run
     from compress.pipeline.sensitivity import sensitivity as sensitivity
+    from compress.pipeline.sweep import sweep as sweep
     from compress.recipe.schema import Calibration as Calibration
     from compress.recipe.schema import Evaluate as Evaluate
     from compress.recipe.schema import Recipe as Recipe
@@ -52,6 +53,7 @@ _HOMES = {
     "run": "pipeline.run",
     "save": "pipeline.export",
     "sensitivity": "pipeline.sensitivity",
+    "sweep": "pipeline.sweep",
 }
 """The module that defines each public name; the classes of the passes are not listed."""
 

@@ -26,12 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate, Recipe, Save
+from compress.blockwise.capture import ModelShell
 from compress.checkpoint.opened import OpenModel
 from compress.data import ids as ids_of
 from compress.data.ids import token_ids
+from compress.data.pieces import PIECE
 from compress.native.library import library
 from compress.passes.contract.journal import Journal, JournalEntry
-from compress.sweep.capture import ModelShell
 
 # Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
 _any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -87,7 +88,9 @@ def one_tokenization():
     """The embedded text is cut into pico's tokens once: that would be a third of every small run."""
     encode, done = ids_of.encode, {}
 
-    def cached(pieces, tokenizer, limit=None):
+    def cached(pieces, tokenizer, limit=None, together=PIECE):
+        if together != PIECE:  # a stream, which is not read whole
+            return encode(pieces, tokenizer, limit, together)
         pieces = pieces if isinstance(pieces, Sequence) else list(pieces)
         if Path(tokenizer.name_or_path) != PICO or limit is not None or len(pieces) < 20:
             return encode(iter(pieces), tokenizer, limit)

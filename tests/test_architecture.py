@@ -39,7 +39,7 @@ FOLDERS = {
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "data": "texts and calibration batches",
     "passes.contract": "all that an author of a pass imports: the sizes of a pass, observers, options, facts, the journal",
-    "sweep": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
+    "blockwise": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
     "train": "the one training loop: objectives, teachers, parametrizations, schedules",
     "passes.families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm in folders by kind, found by their names; passes never import each other",
@@ -74,6 +74,7 @@ LATE_IMPORTS = {
     "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.roofline": "as in compress.cli.commands",
     "compress.cli.sensitivity": "as in compress.cli.commands",
+    "compress.cli.sweep": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -90,6 +91,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.pipeline.evaluation": "evaluates models of every source",
     "compress.pipeline.checkpoint": "writes the checkpoint of a run and resumes it",
     "compress.pipeline.plan": "collects every check of a recipe before a run",
+    "compress.pipeline.sweep_plan": "plans every combination of a recipe",
     "compress.pipeline.sensitivity": "runs trials of passes on a model",
     "compress.pipeline.export": "saves a model in memory",
     "compress.pipeline.footprint": "adds up the memory of every stage of a run",
@@ -108,7 +110,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.passes.quantize.qllm": "splits and merges channels, then learns low-rank terms",
     "compress.passes.quantize.squeezellm": "codebooks and outliers",
     "compress.recipe.schema": "the value that YAML spells",
-    "compress.sweep.sweep": "the one loop over the blocks",
+    "compress.blockwise.sweep": "the one loop over the blocks",
     "compress.passes.families.quantizing": "joins grids, overrides, budgets and rounding in the options of passes",
 }
 MOST_PARAMETERS = 7
@@ -147,6 +149,7 @@ NAME_POLICIES = (f"{PACKAGE}.passes.cache", f"{PACKAGE}.checkpoint.formats")
 """Folders that may name a cache policy."""
 
 ENVIRONMENT = {
+    "compress.cli.sweep": "turns the reports of Ray to its authors off, unless the user has decided",
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
     "compress.models.child_process": "hands the environment on, without relative places of modules",
     "compress.native.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
@@ -159,6 +162,7 @@ CHILDREN = {
 """'module:function' that starts processes, and why."""
 BROAD = {
     "compress.passes.contract.processes:together": "tells the other processes of any error, and raises it on",
+    "compress.pipeline.attempts:attempt": "a run of a sweep may fail in any way; told as one failed row, with the traceback in its log",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.models.chat_template:serve": "templates of others may raise anything; told as one line",
     "compress.evaluation.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
@@ -188,7 +192,7 @@ TENSOR_FILES = {
     "compress.checkpoint.sources.gguf_parts": "merges the parts of a file of another program",
     "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
     "compress.evaluation.divergence": "logits of the original model",
-    "compress.sweep.store": "activations between blocks",
+    "compress.blockwise.store": "activations between blocks",
     "compress.train.checkpoint": "the state of a training pass",
     "compress.train.teacher": "targets of a teacher",
 }
@@ -1053,7 +1057,7 @@ def test_no_exception_has_outlived_its_reason():
         ),
         (lambda tree: upward("compress.checkpoint.opening", tree), "from compress.pipeline import run"),
         (
-            lambda tree: upward("compress.sweep.store", tree),
+            lambda tree: upward("compress.blockwise.store", tree),
             "if TYPE_CHECKING:\n    from compress.recipe import Recipe",
         ),
         (lambda tree: many_parameters(tree, 2), "class A:\n    def f(self, a, b, *, c): pass"),

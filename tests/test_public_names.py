@@ -35,6 +35,7 @@ NAMES = [
     "run",
     "save",
     "sensitivity",
+    "sweep",
 ]
 """All public names, the classes of the passes apart: those are found by their files."""
 

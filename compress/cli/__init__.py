@@ -13,6 +13,7 @@ from compress.cli.passes import passes, recipes, schemes
 from compress.cli.report import report
 from compress.cli.roofline import roofline
 from compress.cli.sensitivity import sensitivity
+from compress.cli.sweep import sweep
 
 for command in (
     bench,
@@ -29,5 +30,6 @@ for command in (
     roofline,
     schemes,
     sensitivity,
+    sweep,
 ):
     main.add_command(command)

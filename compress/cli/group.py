@@ -36,7 +36,9 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "Compress a model": Task(("quantize", "prune", "distill", "run"), "compress quantize MODEL --scheme W4A16"),
+    "Compress a model": Task(
+        ("quantize", "prune", "distill", "run", "sweep"), "compress quantize MODEL --scheme W4A16"
+    ),
     "Write a recipe": Task(
         ("init", "plan", "recipes", "schemes", "passes", "sensitivity"),
         'compress init MODEL --target "4 bits" -o recipe.yaml',

@@ -29,6 +29,7 @@ OF_A_TEXT = (
     "mixture",
     "config",
     "split",
+    "streaming",
     "revision",
     "column",
     "chat_template",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from os.path import expanduser, realpath
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from compress.data.text_source import PYTHON, SPLITS, GivenText, Part, TextSourc
 from compress.errors import CalibrationError, did_you_mean
 
 OFFLINE = "offline sources: embedded, self, or the path of a .txt, .jsonl or .npy file"
+AT_ONCE = 8
+"""Files of a stream that calibration reads in turns: more of them are more kinds of text, and more requests."""
 END = object()
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 """Files that a data set may be, and the reader of each in the library."""
@@ -35,23 +39,56 @@ def told_of(part: Part, label: str, place: str) -> Iterator[None]:
         raise CalibrationError(f"{part}: source {label} {place}: {reason}; {OFFLINE}") from error
 
 
-def dataset_rows(source: TextSource, part: Part) -> Iterator[Any]:
-    """Yield the first `max_documents` rows of a data set's split.
+def dataset_rows(source: TextSource, part: Part, seed: int = 0) -> Iterator[Any]:
+    """Yield the first `max_documents` rows of a data set's split; a stream gives calibration rows `in_turns`.
 
     A folder may be one that `save_to_disk` wrote, or hold files of any form that the library reads. Raises
     CalibrationError: no such data set, configuration, split or revision, an unreachable hub.
+
+    Args:
+        source: The data set.
+        part: Calibration or test.
+        seed: Of the choice of files, for the calibration part of a stream.
     """
     path = local_path(source)
     check_local(source, part)
     place = "could not be loaded from the hub" if path is None else "could not be read"
     with told_of(part, source.label, place):
-        rows = iter(_rows(source, part, path))
+        data_set = _rows(source, part, path)
+        rows = in_turns(data_set, seed) if source.streaming and part == "calibration" else iter(data_set)
     for _ in count() if source.max_documents is None else range(source.max_documents):
         with told_of(part, source.label, place):  # not around `yield`: the errors of who reads the rows are their own
             row = next(rows, END)
         if row is END:
             return
         yield row
+
+
+def in_turns(rows: Any, seed: int) -> Iterator[Any]:
+    """Yield all rows of a data set in turns from `AT_ONCE` of its files; the seed chooses the order of the files.
+
+    A file is opened when its first row is read. Rows of one file stay in their order. Rows of a data set that can be
+    read in any order are shuffled.
+    """
+    if hasattr(rows, "select"):
+        yield from rows.shuffle(seed=seed)
+        return
+    files_count = getattr(rows, "num_shards", 1)
+    if files_count == 1:
+        yield from rows
+        return
+    order = list(range(files_count))
+    random.Random(seed).shuffle(order)
+    files = (iter(rows.shard(num_shards=files_count, index=index)) for index in order)
+    reading = deque(islice(files, AT_ONCE))
+    while reading:
+        row = next(reading[0], END)
+        if row is END:
+            reading.popleft()
+            reading.extend(islice(files, 1))
+        else:
+            reading.rotate(-1)
+            yield row
 
 
 def local_path(source: TextSource) -> Path | None:

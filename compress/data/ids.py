@@ -32,6 +32,8 @@ POOL, POOL_CHARACTERS = 1 << 21, 64
 about 16 times as many tokens as are drawn. A text with fewer characters is read whole."""
 
 
+STREAMED = 1 << 12
+"""Characters of a stream that are tokenized at once: what is read after the last sequence is not used."""
 DRAWN_BYTES = 6
 """Memory of each character of the pieces that are drawn, and of its tokens."""
 TOKEN_CHARACTERS = 3
@@ -44,10 +46,11 @@ class TextUse(BaseModel):
     """The use of a text in a run, for its report.
 
     part: calibration or test. sequences, length: of the chosen examples; the most tokens of one. sha256: of the
-    documents of the whole text; of the examples, if they are stored, sampled or listed. documents: their number, None
-    for stored or sampled ids. tokens: those that sequences were chosen from, None if the text was not tokenized whole;
-    of lists those of the chosen examples. forms, template, skipped: as `Texts`. bos: whether each sequence begins with
-    the beginning-of-sequence token that `sample` was given. share: the share of a divided text that was read.
+    documents of the whole text; of those that were read, if it is streamed; of examples that are stored, sampled
+    or listed. documents: the number of the documents of `sha256`, None for stored or sampled ids. tokens: those that
+    sequences were chosen from, None if the text was not tokenized whole; of lists those of the chosen examples. forms,
+    template, skipped: as `Texts`. bos: whether each sequence begins with the beginning-of-sequence token that `sample`
+    was given. share: the share of a divided text that was read. streamed: whether reading ended with the last sequence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +69,7 @@ class TextUse(BaseModel):
     max_tokens_per_document: int | None = None
     bos: bool = False
     share: TextShare | None = None
+    streamed: bool = False
 
     @classmethod
     def of_examples(cls, text: str, part: str, examples: Examples, bos: bool = False) -> TextUse:
@@ -131,8 +135,8 @@ def sample(
         raise CalibrationError(
             f"{part}: {source.label} text needs a tokenizer, and the model has none; use ids in a .npy file"
         )
-    reading = TextReading(source, part, tokenizer, length, tuple(prefix), _share(source, part, tokenizer))
-    if sequences is None or part == "test" or source.is_ordered:
+    reading = TextReading(source, part, tokenizer, length, tuple(prefix), _share(source, part, tokenizer), seed)
+    if sequences is None or part == "test" or source.is_ordered or source.streaming:
         cut, tokens, tally = reading.first(sequences)
         reading.check(cut, tokens, tally.documents, sequences)
     else:
@@ -154,6 +158,7 @@ def sample(
         max_tokens_per_document=source.max_tokens_per_document,
         bos=len(prefix) > 0,
         share=reading.share,
+        streamed=source.streaming,
     )
     return cut.long(), use
 
@@ -162,6 +167,8 @@ def _share(source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase) -
     """The share of a divided text that a part reads; its rows and characters are counted first."""
     if not source.divided:
         return None
+    if source.streaming:
+        return TextShare.of_stream(part)
     tally = TextTally()
     for _ in read_pieces(source, part, tokenizer, tally):
         pass
@@ -185,6 +192,7 @@ class TextReading:
         length: Tokens of a sequence.
         prefix: Tokens that every sequence begins with.
         share: The share of the text that is read; None for all.
+        seed: Of the choice of files, for the calibration part of a stream.
     """
 
     source: TextSource
@@ -193,6 +201,7 @@ class TextReading:
     length: int
     prefix: tuple[int, ...]
     share: TextShare | None
+    seed: int = 0
 
     @property
     def limit(self) -> int | None:
@@ -201,9 +210,14 @@ class TextReading:
         return limit if self.source.packing else limit or max(self.length, PIECE)
 
     def first(self, count: int | None) -> Cut:
-        """Return the first sequences; only their text is tokenized. count: None for all."""
+        """Return the first sequences; only their text is tokenized, and only it is read of a stream.
+
+        count: None for all.
+        """
         tally = TextTally()
         pieces = self._pieces(tally)
+        if self.source.streaming:
+            return *self._rows(encode(pieces, self.tokenizer, self.limit, STREAMED), count), tally
         encoded = encode(pieces, self.tokenizer, self.limit)
         rows, tokens = self._rows(encoded, count)
         complete = next(encoded, None) is None
@@ -225,7 +239,7 @@ class TextReading:
             characters *= 4
 
     def _pieces(self, tally: TextTally) -> Iterator[Piece]:
-        return shared(read_pieces(self.source, self.part, self.tokenizer, tally), self.share)
+        return shared(read_pieces(self.source, self.part, self.tokenizer, tally, self.seed), self.share)
 
     def _rows(
         self, encoded: Iterator[tuple[int, list[int]]], count: int | None
@@ -286,7 +300,7 @@ def reading_bytes(source: TextSource, part: Part, sequences: int | None, length:
         return 3 * 8 * count * width
     size_bytes = Path(str(source.source)).stat().st_size if source.is_file else pool_characters(count * width)
     whole_file = FILE_FACTOR * size_bytes if Path(str(source.source)).suffix == ".json" else 0
-    if part == "calibration" and count:
+    if part == "calibration" and count and not source.streaming:
         return DRAWN_BYTES * max(0, min(size_bytes, pool_characters(count * width)) - POOL) + whole_file
     return 3 * 8 * (count * width or size_bytes // TOKEN_CHARACTERS) + whole_file
 

@@ -56,8 +56,14 @@ class TextTally:
             self.digest.update(b"\0")
 
 
+Unit = Literal["documents", "rows", "characters", "digests"]
+
+
 class TextShare(BaseModel):
     """The share of a text that one part reads: documents, rows, or characters of one document.
+
+    A stream, whose documents are not counted, is divided by digests: a document belongs to one of `of` classes by the
+    sha256 of its text (the first piece of it), and the share has the classes from `start` to `stop`.
 
     Attributes:
         unit: What `start`, `stop` and `of` count.
@@ -68,13 +74,18 @@ class TextShare(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    unit: Literal["documents", "rows", "characters"]
+    unit: Unit
     start: int
     stop: int
     of: int
 
     @classmethod
-    def of_part(cls, part: Part, count: int, unit: Literal["documents", "rows", "characters"]) -> TextShare:
+    def of_stream(cls, part: Part) -> TextShare:
+        """Return the share of a part of a stream: about a quarter for the evaluation, the rest for calibration."""
+        return cls.of_part(part, EVALUATED, "digests")
+
+    @classmethod
+    def of_part(cls, part: Part, count: int, unit: Unit) -> TextShare:
         """Return the share of a part: the first quarter for the evaluation, at least one; the rest for calibration."""
         bound = max(1, count // EVALUATED)
         start, stop = (0, bound) if part == "test" else (bound, max(bound, count))
@@ -83,6 +94,8 @@ class TextShare(BaseModel):
     @property
     def text(self) -> str:
         """The share in words."""
+        if self.unit == "digests":
+            return f"documents whose digest is in classes {self.start + 1} to {self.stop} of {self.of}"
         return f"{self.unit} {self.start + 1} to {self.stop} of {self.of}"
 
 
@@ -114,10 +127,16 @@ def word_start(text: str, position: int) -> int:
 
 def shared(pieces: Iterable[Piece], share: TextShare | None) -> Iterator[Piece]:
     """Yield the pieces of a share. A piece on the bound of characters is cut before a word."""
-    position = 0
+    position, document, is_inside = 0, -1, False
     for piece in pieces:
         if share is None:
             yield piece
+        elif share.unit == "digests":
+            if piece.document != document:
+                digest = hashlib.sha256(piece.text.encode("utf-8", "surrogatepass")).digest()
+                document, is_inside = piece.document, share.start <= digest[0] % share.of < share.stop
+            if is_inside:
+                yield piece
         elif share.unit != "characters":
             if share.start <= piece.document < share.stop:
                 yield piece

@@ -85,7 +85,7 @@ def read_texts(source: str | TextSource, part: Part, tokenizer: PreTrainedTokeni
 
 
 def read_pieces(
-    source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None, tally: TextTally
+    source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None, tally: TextTally, seed: int = 0
 ) -> Iterator[Piece]:
     """Yield the documents of `source` in pieces, so that a large text is never in memory whole.
 
@@ -100,20 +100,21 @@ def read_pieces(
         part: Calibration or test.
         tokenizer: Has the chat template.
         tally: Counts what is read.
+        seed: Of the choice of files, for the calibration part of a stream.
 
     Raises:
         CalibrationError: for an unknown source, a missing or malformed file, and an unreachable hub.
     """
-    yield from tally.count(_pieces(source, part, tokenizer, tally))
+    yield from tally.count(_pieces(source, part, tokenizer, tally, seed))
 
 
 def _pieces(
-    source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None, tally: TextTally
+    source: TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None, tally: TextTally, seed: int
 ) -> Iterator[Piece]:
     name = str(source.source)
     path = Path(name)
     if source.dataset is not None:
-        rows = ((f"{source.label} row {number}", row) for number, row in enumerate(dataset_rows(source, part)))
+        rows = ((f"{source.label} row {number}", row) for number, row in enumerate(dataset_rows(source, part, seed)))
         yield from _documents(rows, source, tokenizer, tally, blank=False)
         if not tally.rows:
             raise CalibrationError(f"{part}: {source.label} has no rows; use another split")

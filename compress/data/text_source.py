@@ -39,6 +39,11 @@ def path_text(value: Any) -> Any:
     return os.path.expanduser(text) if isinstance(text, str) and text.startswith("~") else text
 
 
+def is_folder(source: Any) -> bool:
+    """Return whether the source of a text is a folder: a path with a slash, so that no built-in name is one."""
+    return isinstance(source, str) and ("/" in source or "\\" in source) and Path(source).is_dir()
+
+
 PathText = Annotated[str | None, BeforeValidator(path_text)]
 """An option of a recipe that may be a path: in Python also a `pathlib.Path`."""
 
@@ -54,7 +59,7 @@ class TextSource(BaseModel):
     source: PathText = Field(
         default="embedded",
         description="embedded, mixed, wikitext, c4, ultrachat, self, or a .txt, .jsonl, .json or .npy file; for "
-        "recordings and pictures a .jsonl, .json or .safetensors file",
+        "recordings and pictures a .jsonl, .json or .safetensors file; a folder of data files with a slash, as ./texts",
     )
     dataset: PathText = Field(
         default=None, description="instead of source: a data set by hub id, local folder, or .parquet, .csv, .json file"
@@ -62,6 +67,11 @@ class TextSource(BaseModel):
     config: str | None = Field(default=None, description="configuration of the data set")
     split: str | None = Field(
         default=None, description="split of the data set; null: train for calibration, test for evaluation"
+    )
+    streaming: bool = Field(
+        default=False,
+        description="true: read only as many rows of the data set as the sequences need, for calibration in turns from "
+        "several of its files that the seed chooses; false: draw from its first max_documents rows",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the hub")
     column: str | None = Field(
@@ -102,9 +112,18 @@ class TextSource(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_default_source(cls, values: Any) -> Any:
-        """Leave the default source out where another kind of text is given."""
-        has_other_text = isinstance(values, dict) and any(values.get(kind) is not None for kind in cls.kinds)
+    def _no_defaults_in_the_way(cls, values: Any) -> Any:
+        """Leave the default source out where another kind of text is given, and the limit of rows of a stream.
+
+        A source that is a folder is a data set.
+        """
+        if not isinstance(values, dict):
+            return values
+        if is_folder(source := path_text(values.get("source"))) and values.get("dataset") is None:
+            values = {**values, "source": None, "dataset": source}
+        if values.get("streaming") is True:
+            values = {"max_documents": None, **values}
+        has_other_text = any(values.get(kind) is not None for kind in cls.kinds)
         return {"source": None, **values} if has_other_text else values
 
     @model_validator(mode="after")
@@ -116,6 +135,8 @@ class TextSource(BaseModel):
         for name, reason in self._useless().items():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect: {reason}; remove it")
+        if self.streaming and "[" in (self.split or ""):
+            raise ValueError(f"streaming is not possible with split {self.split}: a slice needs all rows; remove one")
         return self
 
     def _useless(self) -> dict[str, str]:
@@ -123,7 +144,8 @@ class TextSource(BaseModel):
         if self.dataset is not None or self.source is None:
             return dict.fromkeys(SAMPLING, f"{self.label} is not sampled")
         of_data_sets = f"it is an option of data sets, and the source is {self.source}"
-        reasons: dict[str, str] = dict.fromkeys(("config", "split", "revision", "max_documents"), of_data_sets)
+        names = ("config", "split", "streaming", "revision", "max_documents")
+        reasons: dict[str, str] = dict.fromkeys(names, of_data_sets)
         if not self.source.endswith(CHATS):
             reasons |= dict.fromkeys(("column", "chat_template"), f"{self.source} has no rows with columns")
         elif self.source == CHATS[-1]:

@@ -18,7 +18,7 @@ CONTEXT = 1 << 10
 
 
 def encode(
-    pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, limit: int | None = None, together: int = PIECE
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield the token ids of documents without special tokens, as (document, ids).
 
@@ -28,11 +28,12 @@ def encode(
         pieces: Documents in order, each in one piece or in several.
         tokenizer: Their tokenizer. One without offsets of tokens (a slow one) reads each piece as a separate text.
         limit: The most ids of a document.
+        together: Characters of the short documents that are read, and tokenized, at once.
     """
     short: list[Piece] = []
     for number, parts in groupby(pieces, key=lambda piece: piece.document):
         start = list(islice(parts, 2))
-        if len(start) > 1 or sum(len(piece.text) for piece in [*short, *start]) > PIECE:
+        if len(start) > 1 or sum(len(piece.text) for piece in [*short, *start]) > together:
             yield from _batch(short, tokenizer, limit)
             short = []
         if len(start) == 1:

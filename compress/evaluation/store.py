@@ -7,11 +7,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
+
+from compress.passes.contract.journal import Journal
 from compress.passes.contract.processes import ALONE, Processes
 
 T = TypeVar("T")
@@ -21,6 +25,8 @@ BASE_MODELS = "compress/base-models"
 LARGEST_CACHE = (
     4_000_000_000  # bytes of results of base models; above it, those that are unused for longest are deleted
 )
+LOCK = "lock"
+"""The file in the folder of a base model that a run locks while it measures the model."""
 DAY = 86400.0  # seconds in which results that were used are not deleted: another process may be reading them
 
 
@@ -49,6 +55,33 @@ class Store:
     def has_base_results(self) -> bool:
         """Return whether an earlier run has stored results of the base model."""
         return self.shared is not None and any((self.shared / self.base[:16]).glob("*/*.jsonl"))
+
+    @contextmanager
+    def base_locked(self, journal: Journal) -> Iterator[None]:
+        """Lock the shared results of the base model, so that runs at the same time measure it once.
+
+        The system releases the lock when the process ends. Of several processes of a launcher, rank 0 locks. A file
+        system without locks is noted in the journal.
+        """
+        if self.shared is None or not self.processes.first:
+            yield
+            return
+        lock = FileLock(self.shared / self.base[:16] / LOCK)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                journal.add("progress", "evaluate", "waiting for another run, which measures the base model")
+                lock.acquire()
+        except (OSError, NotImplementedError) as error:
+            reason = "no locks" if isinstance(error, NotImplementedError) else f"no locks ({error.strerror})"
+            journal.add(
+                "note", "evaluate", f"{self.shared}: {reason}; runs at the same time measure the base model each"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def results(self, kind: str) -> Results:
         """Open the results of one kind of measurement of this model."""

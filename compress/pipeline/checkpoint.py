@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.blockwise.quantized_embeddings import embeddings_of, quantize_embeddings
 from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry, layer_schemes
 from compress.checkpoint.containers.digests import MANIFEST, SUMS, WORK
 from compress.checkpoint.containers.files import write_text
@@ -50,7 +51,6 @@ from compress.pipeline.provenance import changed_code, changed_inputs
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.restore import restore_block
 from compress.pipeline.snapshot import Snapshot, read_snapshot
-from compress.sweep.quantized_embeddings import embeddings_of, quantize_embeddings
 
 SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"
@@ -175,6 +175,13 @@ def recorded_inputs(folder: Path) -> Mapping[str, Any]:
     path = folder / WORK / MANIFEST
     manifest = _read(path, folder) if path.exists() else None
     return {} if manifest is None else manifest.inputs
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder has a complete checkpoint of a run, of which no file is missing or changed."""
+    path = folder / WORK / MANIFEST
+    manifest = _read(path, folder) if path.exists() else None
+    return manifest is not None and manifest.complete and not manifest.damaged()
 
 
 def _read(path: Path, folder: Path) -> Manifest | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.errors import TargetError
 from compress.models.kinds.kinds import objective_of
 from compress.models.structure.ends import find_ends
@@ -28,7 +29,6 @@ from compress.pipeline.reference import note_on_reference
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts, texts_of
-from compress.sweep.quantized_embeddings import embeddings_of
 
 Check = Callable[[ResolvedRecipe, ModelFacts], Sequence[str]]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compress.blockwise.quantized_embeddings import quantized_embeddings
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
@@ -26,7 +27,6 @@ from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
 from compress.pipeline.export import check_new_folder, save
 from compress.report.card import write_export_card
-from compress.sweep.quantized_embeddings import quantized_embeddings
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 OUTLIER = 6.0  # LLM.int8: the threshold of outliers, for formats whose readers always round the inputs of int8 weights

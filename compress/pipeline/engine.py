@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from compress.blockwise.install import absorb_transforms, round_to_storage
+from compress.blockwise.sweep import Sweep
 from compress.checkpoint.opened import OpenModel
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
@@ -25,8 +27,6 @@ from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.passes import ModelPass, Step
 from compress.passes.contract.processes import ALONE
 from compress.pipeline.resolve import ResolvedRecipe, update_targets
-from compress.sweep.install import absorb_transforms, round_to_storage
-from compress.sweep.sweep import Sweep
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.blockwise.capture import ModelShell
 from compress.checkpoint.containers.files import check_writable
 from compress.checkpoint.load import dtype_to_compare, load
 from compress.checkpoint.opened import OpenModel
@@ -45,7 +46,6 @@ from compress.pipeline.texts import EVALUATED, suited
 from compress.pipeline.texts import texts_of as requested_texts
 from compress.recipe.evaluation import Evaluate
 from compress.report.write import ReportError, reproduction_of
-from compress.sweep.capture import ModelShell
 from compress.version import __version__
 
 WORK = Path("out") / "evaluation"

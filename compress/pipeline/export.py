@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.blockwise.install import adapt, adapt_block
+from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
+from compress.blockwise.reference import twin
 from compress.checkpoint.codec import FormatCodec, Outside
 from compress.checkpoint.containers.files import check_writable, reason_of
 from compress.checkpoint.formats import FORMATS
@@ -30,9 +33,6 @@ from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import Run
-from compress.sweep.install import adapt, adapt_block
-from compress.sweep.quantized_embeddings import embeddings_of, quantized_embeddings
-from compress.sweep.reference import twin
 
 
 def save(

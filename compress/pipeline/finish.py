@@ -126,11 +126,12 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     opened, planned = final_plan(job.resolved, job.planned, folder)
     evaluated, measured = evaluation_context(job), Evaluations()
     if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
-        if evaluated.store.has_base_results():
-            note = "results of the base model that an earlier run stored are used for the same texts and settings"
-            run.journal.add("note", "evaluate", note)
-        with open_source(recipe.model, recipe, opened) as original:
-            measured.measure(job, original, evaluated.of_base())
+        with evaluated.store.base_locked(run.journal):
+            if evaluated.store.has_base_results():
+                note = "results of the base model that an earlier run stored are used for the same texts and settings"
+                run.journal.add("note", "evaluate", note)
+            with open_source(recipe.model, recipe, opened) as original:
+                measured.measure(job, original, evaluated.of_base())
     run.journal.add("progress", "verify", "verifying the checkpoint")
     with run.phase("verify"):
         digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}

@@ -107,6 +107,12 @@ def separate_large_tensors() -> None:
             mallopt(MMAP_THRESHOLD, SEPARATE_BYTES)
 
 
+def verification_bytes(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int) -> int:
+    """Return the memory in which transformers reads the checkpoint back; 0 if it is not asked to."""
+    is_asked = not_asked(resolved.recipe, resolved.form.config) is None
+    return dense_bytes + checkpoint_bytes if is_asked else 0
+
+
 def check_verification(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:
     """Raise ShortageError if transformers, which reads the checkpoint back whole, needs more than the user's limit."""
     if shortage := _shortage(resolved, dense_bytes, checkpoint_bytes, limit_bytes):
@@ -122,8 +128,8 @@ def verification_notes(
 
 
 def _shortage(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> str | None:
-    needed, free_bytes = dense_bytes + checkpoint_bytes, max(0, limit_bytes)
-    if not_asked(resolved.recipe, resolved.form.config) is not None or needed <= limit_bytes:
+    needed, free_bytes = verification_bytes(resolved, dense_bytes, checkpoint_bytes), max(0, limit_bytes)
+    if not needed or needed <= limit_bytes:
         return None
     return (
         f"verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "

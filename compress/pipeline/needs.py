@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from compress.blockwise.original import needs_original
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
@@ -16,7 +17,6 @@ from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe, layer_shapes, nothing_compressed, with_config
 from compress.pipeline.sources import open_original, original_of
 from compress.recipe.schema import Recipe
-from compress.sweep.original import needs_original
 from compress.train.objective import state_pairs
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_for_plan, open_model
@@ -31,6 +32,7 @@ from compress.pipeline.fitting import (
     check_verification,
     fitted,
     unlimited,
+    verification_bytes,
     verification_notes,
 )
 from compress.pipeline.footprint import Footprint
@@ -47,7 +49,6 @@ from compress.pipeline.resolve import (
 )
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
-from compress.sweep.quantized_embeddings import embeddings_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Plan:
     the same in each of several processes of a launcher, which all work if a pass trains; None: only the first works.
     fit: the memory of each part of the run, and what it does to stay within its limit.
     notes: those of the opened model, then what is stored otherwise than the recipe seems to say, and pruning that
-    saves no bytes. timing: the predicted time; None: not measured on this machine yet.
+    saves no bytes. timing: the predicted time; None: not measured on this machine yet. fingerprint: digest of the
+    model's files. verification_bytes: memory in which transformers reads the checkpoint back; 0 if it does not.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -96,6 +98,8 @@ class Plan:
     process_bytes: int | None = None
     timing: Timing | None = None
     fit: Fit | None = None
+    fingerprint: str = ""
+    verification_bytes: int = 0
 
     def groups(self) -> list[LayerGroup]:
         """Return the layers by kind, in the order of the model."""
@@ -188,7 +192,9 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
     process_bytes = replace(footprint, several=True).peak_bytes() if trains else None
-    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=process_bytes)
+    planned = replace(
+        planned, dense_bytes=dense, notes=notes, process_bytes=process_bytes, fingerprint=opened.fingerprint
+    )
     return _within(planned, footprint, memory_bytes, strict)
 
 
@@ -210,6 +216,7 @@ def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, stric
             too_small = f"this machine is too small for the run: {error}"
             planned = replace(planned, notes=(*planned.notes, too_small))
         planned = replace(planned, notes=(*planned.notes, *verification_notes(*reading, available)))
+    planned = replace(planned, verification_bytes=verification_bytes(*reading))
     return replace(planned, memory_bytes=fit.peak_bytes, fit=fit, notes=(*planned.notes, *fit.notes))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from compress.blockwise.quantized_embeddings import quantize_embeddings
 from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
@@ -39,7 +40,6 @@ from compress.pipeline.texts import (
 )
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
-from compress.sweep.quantized_embeddings import quantize_embeddings
 
 
 @dataclass(frozen=True)

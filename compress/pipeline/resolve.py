@@ -13,6 +13,8 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.opening import open_model
@@ -42,8 +44,6 @@ from compress.pipeline.ends import check_ends
 from compress.pipeline.texts import check_texts, suited, texts_of, with_divided_texts
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
-from compress.sweep.capture import ModelShell
-from compress.sweep.quantized_embeddings import embeddings_of
 from compress.train.student import check_trained, norms_of
 
 BEFORE = "in the model that the passes start with"

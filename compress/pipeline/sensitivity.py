@@ -18,6 +18,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.blockwise.capture import Call, ModelShell
 from compress.checkpoint.containers.files import check_writable
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import fingerprint_of
@@ -44,7 +45,6 @@ from compress.pipeline.progress import shown_progress
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import read_passes
 from compress.recipe.sensitivities import Level, Sensitivities, Sensitivity, allocation
-from compress.sweep.capture import Call, ModelShell
 from compress.version import __version__
 
 TOP_K = 128  # tokens kept of the original's distributions

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from compress.blockwise.capture import Call, ModelShell
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, TargetError, call_foreign
@@ -22,7 +23,6 @@ from compress.models.kinds.contract import text_config
 from compress.models.structure.links import find_groups
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
-from compress.sweep.capture import Call, ModelShell
 
 MOST = 64
 """The largest number of devices that an error proposes."""

@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.blockwise.install import adapt, adapt_block
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_model
@@ -25,7 +26,6 @@ from compress.pipeline.resolve import schemes_of
 from compress.recipe.paths import located
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import plain_values, read_file
-from compress.sweep.install import adapt, adapt_block
 
 RECIPE = "recipe.yaml"
 """The recipe in the folder of a run."""

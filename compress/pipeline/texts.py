@@ -120,6 +120,11 @@ def with_divided_texts(recipe: Recipe, model: PreTrainedModel) -> Recipe:
         together = [text for texts in parts.values() for text in texts]
         if len(parts) < len(texts_by_part) or any(text.divided is False for text in together):
             continue
+        if len({text.streaming for text in together}) > 1:
+            raise RecipeError(
+                f"calibration and eval read {together[0].label}, one of them with streaming, so it cannot be divided; "
+                "write streaming: true for both, or another split for one"
+            )
         limits = {text.max_documents if text.dataset is not None else None for text in together}
         if len(limits) > 1:
             raise RecipeError(

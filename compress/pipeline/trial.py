@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.original import needs_original
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluation.windows import WindowTask, measure_window
@@ -31,8 +33,6 @@ from compress.passes.contract.passes import Pass, Step, calibrates, measured_tok
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.resolve import ResolvedRecipe, run_of, schemes_of, teachers
 from compress.pipeline.sources import in_memory
-from compress.sweep.capture import ModelShell
-from compress.sweep.original import needs_original
 
 STEPS = 2  # equal steps of a pass in a trial; another trial takes twice as many
 PROBE_TOKENS = 16

@@ -52,13 +52,17 @@ def with_paths(data: Any, change: Change, folder: Path | None = None) -> Any:
     def data_set(value: Any, place: Place) -> Any:
         return change(value, place) if _ends(value, BUILDERS) else model(value, place)
 
+    def source(value: Any, place: Place) -> Any:
+        is_folder = isinstance(value, str) and "/" in value
+        return change(value, place) if is_folder or _ends(value, FILES) else value
+
     def always(value: Any, place: Place) -> Any:
         return change(value, place) if isinstance(value, str) else value
 
     def text(value: Any, place: Place) -> Any:
         if not isinstance(value, Mapping):
-            return ending(*FILES)(value, place)
-        fields = {"source": ending(*FILES), "dataset": data_set, "chat_template": always, "mixture": each(text)}
+            return source(value, place)
+        fields = {"source": source, "dataset": data_set, "chat_template": always, "mixture": each(text)}
         return of_mapping(value, place, fields)
 
     def each(inner: Callable[[Any, Place], Any]) -> Callable[[Any, Place], Any]:

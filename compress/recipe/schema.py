@@ -193,6 +193,17 @@ class Recipe(BaseModel):
         """Return the label of every pass: 'passes[0] gptq'."""
         return [label(i, step) for i, step in enumerate(self.passes)]
 
+    def stated(self) -> dict[str, Any]:
+        """Return the plain values that the recipe states: what was set, and what differs from the defaults.
+
+        Of `to_yaml`, a recipe made of all values, no default would fit itself to the model.
+        """
+        values = {name: _stated(getattr(self, name)) for name in ("calibration", "save", "eval")}
+        steps = [{spelled(type(step)): _stated(step)} for step in self.passes]
+        others = _stated(self, exclude={PASSES, *values}) or {}
+        fields_set = self.model_fields_set
+        return others | {name: value for name, value in values.items() if value or name in fields_set} | {PASSES: steps}
+
     def to_yaml(self) -> str:
         """Return the fully resolved recipe as YAML text, with every option."""
         return yaml_of(self.model_dump(mode="json"))
@@ -250,6 +261,13 @@ class Recipe(BaseModel):
         if recipe is None or problems.errors:
             raise together([error_of_setting(settings, error) or error for error in problems.errors])
         return recipe
+
+
+def _stated(values: BaseModel | None, exclude: set[str] | None = None) -> dict[str, Any] | None:
+    if values is None:
+        return None
+    changed = values.model_dump(mode="json", exclude_defaults=True, exclude=exclude)
+    return changed | values.model_dump(mode="json", exclude_unset=True, exclude=exclude)
 
 
 EXPANSIONS: Expansions = {**PRESETS, SENSITIVITY: lambda spelled: [expand_sensitivity(spelled)]}

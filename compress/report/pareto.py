@@ -59,6 +59,23 @@ class Variant(Record):
         """The size of the base model relative to this variant."""
         return self.base_bytes / self.size_bytes
 
+    @property
+    def basis(self) -> tuple[str, int, str]:
+        """What variants must share to be compared: the text, the size of the base model, and the measure."""
+        return self.text, self.base_bytes, self.measure
+
+    def cells(self, on_front: bool) -> tuple[str, ...]:
+        """Return the cells below `HEAD`, without the first."""
+        return (
+            f"{self.size_bytes / MB:.1f}",
+            f"{self.smaller:.2f}x",
+            plus_minus(self.loss, self.loss_stderr, "+.4f"),
+            "" if self.kl is None else plus_minus(self.kl, self.kl_stderr, ".4f"),
+            "" if self.agreement is None else f"{self.agreement:.1%}",
+            "" if self.tasks is None else f"{self.tasks:+.4f}",
+            "yes" if on_front else "",
+        )
+
 
 def variant_of(source: str, size_bytes: int, base_bytes: int, measured: Measurements) -> Variant | None:
     """Summarize a model on its first text.
@@ -188,16 +205,7 @@ class Variants(Shown):
         """Return a row for each variant, from the largest to the smallest."""
         on_front = dict(zip((variant.source for variant in self.models), self.on_front(), strict=True))
         rows = [
-            (
-                variant.source,
-                f"{variant.size_bytes / MB:.1f}",
-                f"{variant.smaller:.2f}x",
-                plus_minus(variant.loss, variant.loss_stderr, "+.4f"),
-                "" if variant.kl is None else plus_minus(variant.kl, variant.kl_stderr, ".4f"),
-                "" if variant.agreement is None else f"{variant.agreement:.1%}",
-                "" if variant.tasks is None else f"{variant.tasks:+.4f}",
-                "yes" if on_front[variant.source] else "",
-            )
+            (variant.source, *variant.cells(on_front[variant.source]))
             for variant in sorted(self.models, key=lambda variant: -variant.size_bytes)
         ]
         head = tuple(self.models[0].measure if name == LOSS else name for name in HEAD)
@@ -213,20 +221,20 @@ class Variants(Shown):
 
     def picture(self) -> Picture:
         """Draw the comparison as an image."""
-        return picture_of([self._chart(f"Measured on {self.models[0].text}")])
+        return picture_of([self.chart(f"Measured on {self.models[0].text}")])
 
     def html(self) -> str:
         """Render the comparison as a page: the chart, the verdicts and the table."""
         text = f"Measured on {self.models[0].text}. Bars are one standard error; the line joins the Pareto front."
         table = self.table()
         parts = [
-            PageSection("plot", "", [Prose(text), self._chart("Size and quality")]),
+            PageSection("plot", "", [Prose(text), self.chart("Size and quality")]),
             PageSection("verdicts", "Verdicts", [Items(self.verdicts())]),
             PageSection("table", "ResultTable", [TextTable(table.head, table.rows)]),
         ]
         return page(f"{len(self.models)} variants of one model", "compress compare", parts)
 
-    def _chart(self, title: str) -> ScatterChart:
+    def chart(self, title: str) -> ScatterChart:
         """Draw the loss of each variant over its size, with standard errors; a line joins the Pareto front."""
         points = [
             Point(

@@ -112,10 +112,10 @@ MUTATIONS = (
         "the Hessian counts its diagonal twice",
     ),
     Mutation(
-        "compress/sweep/context.py",
+        "compress/blockwise/context.py",
         "hidden[i] = self.checked(forward())",
         "self.checked(forward())",
-        "sweep/test_sweep.py",
+        "blockwise/test_sweep.py",
         "the next block is calibrated on this block's inputs",
     ),
     Mutation(

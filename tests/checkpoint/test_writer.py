@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.codec import FormatCodec, Outside
 from compress.checkpoint.exact import ExactCodec, restore_exact
 from compress.checkpoint.formats import FORMATS
@@ -18,7 +19,6 @@ from compress.errors import SaveError
 from compress.layers.linear import CompressedLinear, replace_linear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.sweep.quantized_embeddings import embeddings_of
 
 NATIVE = FORMATS["native"]
 UP = "model.layers.0.mlp.up_proj"

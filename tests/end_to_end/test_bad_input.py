@@ -18,9 +18,9 @@ from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda, cli
+from compress.blockwise.store import ActivationStore
 from compress.errors import NumericError, OutputError, SaveError, ShortageError
 from compress.pipeline.checkpoint import open_folder
-from compress.sweep.store import ActivationStore
 
 
 def one_line(code: int, *args) -> str:
@@ -218,7 +218,7 @@ def test_a_full_disk_under_the_activations(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("compress.sweep.store.save_file", full)
+    monkeypatch.setattr("compress.blockwise.store.save_file", full)
     store = ActivationStore(16, tmp_path)
     store.append(torch.zeros(4))
     with pytest.raises(SaveError, match="activations between blocks cannot be written to .*No space left") as caught:

@@ -12,11 +12,11 @@ from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RTN, Distill, SliceGPT, Wanda, cli
+from compress.blockwise.capture import ModelShell
 from compress.checkpoint.opening import open_model
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear
 from compress.models.structure.blocks import find_blocks
-from compress.sweep.capture import ModelShell
 
 SIZES = {
     "vocab_size": 64,

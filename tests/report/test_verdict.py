@@ -7,12 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 import compress
+from compress.blockwise.install import WORST
 from compress.cli import main
 from compress.evaluation.result import RunResult, json_schema
 from compress.report.page.blocks import KeyFigures
 from compress.report.sections.verdict import VerdictSection
 from compress.report.verdict import headline, of_result
-from compress.sweep.install import WORST
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.blockwise.survey import survey_model
 from compress.errors import RecipeError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
@@ -28,7 +29,6 @@ from compress.passes.contract.options import ModelSource
 from compress.passes.contract.passes import ModelPass, works_on
 from compress.passes.families.allocation import Uniform
 from compress.passes.families.pruning import Pruning
-from compress.sweep.survey import survey_model
 from compress.train.loop import TrainingContext, train
 from compress.train.objective import LanguageLoss
 from compress.train.options import TrainingOptions

@@ -12,6 +12,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
+from compress.blockwise.block_inputs import SweepInputs
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.context import BlockContext, capture_inputs
 from compress.checkpoint.opened import OpenModel
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear, linears, replace_linear
@@ -38,9 +41,6 @@ from compress.passes.contract.options import patterns
 from compress.passes.contract.passes import chosen_linears, works_on
 from compress.passes.families.learned_rotations import Learnable, Learned, RotationLearning, ValueLink, learn_rotations
 from compress.passes.families.reshaping import ReshapingPass
-from compress.sweep.block_inputs import SweepInputs
-from compress.sweep.capture import ModelShell
-from compress.sweep.context import BlockContext, capture_inputs
 
 PROBE = 64  # random tokens for the structure search and the proofs; no text is needed
 SMALLEST_BLOCK = 16  # of an online transform that does not fit the whole width: a smaller one spreads little

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from compress.blockwise.install import adapt
+from compress.blockwise.survey import survey_model
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.transforms.rounding import InputRounding
 from compress.models.structure.blocks import find_blocks
@@ -18,8 +20,6 @@ from compress.passes.contract.options import INHERITED, OF_THE_WHOLE
 from compress.passes.contract.passes import works_on
 from compress.passes.families.quantizing import Quantizing
 from compress.passes.families.training import TrainingPass
-from compress.sweep.install import adapt
-from compress.sweep.survey import survey_model
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student

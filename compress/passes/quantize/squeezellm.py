@@ -11,6 +11,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
+from compress.blockwise.install import adapt
 from compress.layers.base import WeightPart
 from compress.layers.linear import linears, replace_linear
 from compress.layers.parts.codebook import CodebookScheme
@@ -25,7 +26,6 @@ from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.passes import ModelPass, works_on
 from compress.passes.families.codebooks import Outliers, look_up, with_outliers
-from compress.sweep.install import adapt
 from compress.train.fisher import fisher
 from compress.train.objective import LanguageLoss
 from compress.train.student import trainable

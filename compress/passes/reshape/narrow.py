@@ -13,6 +13,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compress.blockwise.block_inputs import SweepInputs
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.context import BlockContext, capture_inputs
 from compress.checkpoint.opened import OpenModel
 from compress.errors import ModelError, TargetError
 from compress.layers.linear import CompressedLinear
@@ -33,9 +36,6 @@ from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, InputNorm, Observer, without_data
 from compress.passes.contract.passes import COPIES
 from compress.passes.families.reshaping import ReshapingPass
-from compress.sweep.block_inputs import SweepInputs
-from compress.sweep.capture import ModelShell
-from compress.sweep.context import BlockContext, capture_inputs
 
 BATCH, PROBE = 4, 64
 

@@ -46,8 +46,9 @@ def described(text: TextUse) -> str:
     skipped = f" ({text.skipped} blank rows skipped)" if text.skipped else ""
     if text.share is not None:
         facts.append(f"{text.share.text}{skipped}")
+        facts += [f"{text.documents} documents read as a stream"] if text.streamed else []
     elif text.documents is not None:
-        facts.append(f"{text.documents} documents{skipped}")
+        facts.append(f"{text.documents} documents{' read as a stream' if text.streamed else ''}{skipped}")
     if text.tokens is not None:
         facts.append(f"{text.tokens} tokens")
     if text.packing is False:
@@ -58,7 +59,8 @@ def described(text: TextUse) -> str:
         facts.append("each sequence begins with the beginning-of-sequence token")
     if text.template is not None:
         facts.append(f"chat template: {text.template}")
-    digest = "sha256" if text.share is None else "sha256 of the whole text"
+    whole = "sha256" if text.share is None else "sha256 of the whole text"
+    digest = "sha256 of what was read" if text.streamed else whole
     return ", ".join([*facts, f"{text.sequences} sequences of {text.length} tokens", f"{digest} {text.sha256}"])
 
 

@@ -6,9 +6,9 @@ from batches import batch_of
 from tolerances import near
 from torch import nn
 
+from compress.blockwise.capture import ModelShell
 from compress.errors import ModelError
 from compress.models.structure.blocks import find_blocks
-from compress.sweep.capture import ModelShell
 
 PLACES = {
     "llama": "model.layers",

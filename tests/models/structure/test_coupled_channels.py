@@ -4,6 +4,7 @@ import pytest
 import torch
 from batches import batch_of
 
+from compress.blockwise.capture import ModelShell
 from compress.models.structure.coupled_channels import (
     CoupledChannels,
     coupled_ffn_channels,
@@ -12,7 +13,6 @@ from compress.models.structure.coupled_channels import (
     still_hold,
 )
 from compress.models.structure.probes import Probe
-from compress.sweep.capture import ModelShell
 
 PARTS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 import compress
 from compress import Recipe
+from compress.blockwise.sweep import Sweep
 from compress.errors import RecipeError, TargetError
 from compress.layers.linear import linears
 from compress.models.experts import open_experts
@@ -17,7 +18,6 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
 from compress.passes.families.allocation import OWL, Global, SensitivityAllocation, Uniform, read_allocation
-from compress.sweep.sweep import Sweep
 
 STEPS = [
     compress.Magnitude(sparsity=0.5),

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from compress.blockwise.store import ActivationStore
 from compress.errors import SaveError
-from compress.sweep.store import ActivationStore
 
 ROW = 40  # bytes of a tensor of 10 floats
 

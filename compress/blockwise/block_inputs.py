@@ -12,6 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from compress.blockwise.capture import Call, read_held
+from compress.blockwise.context import BlockContext
+from compress.blockwise.install import group_by_transforms, install
+from compress.blockwise.reference import twin
+from compress.blockwise.store import ActivationStore
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear, replace_linear
 from compress.models.structure.links import Group, Link, block_signature, find_links
@@ -22,11 +27,6 @@ from compress.passes.contract.observers import Observer
 from compress.passes.contract.passes import BlockPass
 from compress.passes.contract.processes import Processes
 from compress.passes.contract.samples import Sample
-from compress.sweep.capture import Call, read_held
-from compress.sweep.context import BlockContext
-from compress.sweep.install import group_by_transforms, install
-from compress.sweep.reference import twin
-from compress.sweep.store import ActivationStore
 
 
 @dataclass

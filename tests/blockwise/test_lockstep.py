@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.sweep.lockstep import lockstep, run_in_turn
+from compress.blockwise.lockstep import lockstep, run_in_turn
 
 WIDTH = 4
 STAGES = [("a",), ("b", "c"), ("d",)]

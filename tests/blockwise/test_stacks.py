@@ -8,6 +8,9 @@ from batches import batch_of
 from model_families import PAIRS
 
 import compress
+from compress.blockwise import context
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.sweep import Sweep
 from compress.errors import ModelError, TargetError
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, replace_linear
@@ -15,9 +18,6 @@ from compress.models.forward import logits_of
 from compress.models.structure.blocks import find_blocks, stack_of
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer
-from compress.sweep import context
-from compress.sweep.capture import ModelShell
-from compress.sweep.sweep import Sweep
 
 QUICK = ["t5", "bart"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compress.blockwise.capture import Captured
+from compress.blockwise.context import SweepState
 from compress.errors import ModelError
 from compress.passes.contract.passes import ModelPass, Pass
-from compress.sweep.capture import Captured
-from compress.sweep.context import SweepState
 
 STREAM_TOLERANCE = 0.1  # relative error: quantized embeddings stay below it, a rotated basis does not
 

@@ -7,16 +7,16 @@ import torch
 from batches import batch_of
 
 import compress
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.context import capture_inputs
+from compress.blockwise.install import round_to_storage
+from compress.blockwise.sweep import Sweep
 from compress.errors import NumericError
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.models.structure.links import find_groups, find_links
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer
-from compress.sweep.capture import ModelShell
-from compress.sweep.context import capture_inputs
-from compress.sweep.install import round_to_storage
-from compress.sweep.sweep import Sweep
 
 FAMILIES = ["llama", "gpt2", "opt", "gpt-neox-parallel"]
 
@@ -124,7 +124,7 @@ def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
 ):
     opened, after, states = in_memory(tiny("llama")), [], []
     watched = lambda *given: states.append(capture_inputs(*given)) or states[-1]  # noqa: E731
-    monkeypatch.setattr("compress.sweep.sweep.capture_inputs", watched)
+    monkeypatch.setattr("compress.blockwise.sweep.capture_inputs", watched)
     run = Sweep(
         opened, steps_of(opened, *passes), typed(batches), batch_of(batches[0][:1]), Run(), store_bytes=store_bytes
     )
@@ -256,7 +256,7 @@ def test_links_of_one_block_are_handed_to_the_next(tiny, in_memory, batches, mon
         given.append([link.source for link in similar])
         return find_links(block, forward, similar)
 
-    monkeypatch.setattr("compress.sweep.block_inputs.find_links", spy)
+    monkeypatch.setattr("compress.blockwise.block_inputs.find_links", spy)
     sweep(opened, batches, compress.SmoothQuant())
     sources = ["input_layernorm", "post_attention_layernorm", "self_attn.v_proj", "mlp.up_proj"]
     assert given == [[], *[sources] * (len(opened.blocks) - 1)]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.install import install
 from compress.checkpoint.opened import OpenModel
 from compress.layers.linear import CompressedLinear
 from compress.models.kinds.batch import IDS, Batch
@@ -25,8 +27,6 @@ from compress.passes.contract.layers import Layer, LayerResult
 from compress.passes.contract.observers import Nothing, without_data
 from compress.passes.contract.passes import LayerPass, Step
 from compress.passes.contract.samples import Sample
-from compress.sweep.capture import ModelShell
-from compress.sweep.install import install
 
 
 @dataclass(frozen=True)

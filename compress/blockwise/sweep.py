@@ -16,6 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blockwise.block_inputs import SweepInputs
+from compress.blockwise.capture import ModelShell, check_hidden
+from compress.blockwise.context import BlockContext, SweepState, capture_inputs
+from compress.blockwise.embeddings import EmbeddingWork
+from compress.blockwise.install import (
+    absorb_transforms,
+    check_equal_in_processes,
+    keep_worst_histograms,
+    round_to_storage,
+)
+from compress.blockwise.layers import LayerWork
+from compress.blockwise.original import check_same_stream, needs_original
+from compress.blockwise.reference import twin
+from compress.blockwise.store import ActivationStore
+from compress.blockwise.survey import SurveyTask, report_notes, run_surveys
 from compress.checkpoint.opened import OpenModel
 from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
@@ -24,21 +39,6 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.memory import STORE_BYTES
 from compress.passes.contract.passes import BlockPass, LayerPass
-from compress.sweep.block_inputs import SweepInputs
-from compress.sweep.capture import ModelShell, check_hidden
-from compress.sweep.context import BlockContext, SweepState, capture_inputs
-from compress.sweep.embeddings import EmbeddingWork
-from compress.sweep.install import (
-    absorb_transforms,
-    check_equal_in_processes,
-    keep_worst_histograms,
-    round_to_storage,
-)
-from compress.sweep.layers import LayerWork
-from compress.sweep.original import check_same_stream, needs_original
-from compress.sweep.reference import twin
-from compress.sweep.store import ActivationStore
-from compress.sweep.survey import SurveyTask, report_notes, run_surveys
 
 EXPERT_TOKENS = 128  # the statistics of an expert with fewer tokens are unreliable
 

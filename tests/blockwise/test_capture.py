@@ -7,9 +7,9 @@ from tolerances import near
 from torch import nn
 from transformers import RwkvConfig, RwkvForCausalLM
 
+from compress.blockwise.capture import ModelShell, check_hidden
 from compress.errors import ModelError, NumericError
 from compress.models.structure.blocks import hidden_of
-from compress.sweep.capture import ModelShell, check_hidden
 
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "opt-post-norm", "gpt-neox", "gpt-neox-parallel", "gemma2"]
 

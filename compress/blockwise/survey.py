@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from compress.blockwise.block_inputs import SweepInputs
+from compress.blockwise.capture import ModelShell
+from compress.blockwise.context import BlockContext, capture_inputs
 from compress.checkpoint.opened import OpenModel
 from compress.layers.linear import CompressedLinear
 from compress.models.experts import in_experts
@@ -19,9 +22,6 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer, Surveyed
 from compress.passes.contract.observers import Nothing, Observer, without_data
 from compress.passes.contract.passes import Survey
-from compress.sweep.block_inputs import SweepInputs
-from compress.sweep.capture import ModelShell
-from compress.sweep.context import BlockContext, capture_inputs
 
 BATCH, PROBE = 4, 64  # sequences of a forward pass, and tokens of the probe, for a model in memory
 

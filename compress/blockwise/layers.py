@@ -12,6 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.blockwise.context import BlockContext
+from compress.blockwise.install import group_by_transforms, install, put
+from compress.blockwise.lockstep import lockstep, run_in_turn
+from compress.blockwise.reference import ReferenceBlock, twin
+from compress.blockwise.store import ActivationStore
 from compress.layers.linear import replace_linear
 from compress.models.experts import ROUTED, in_experts, unroute
 from compress.passes.contract.journal import JournalEntry
@@ -20,11 +25,6 @@ from compress.passes.contract.observers import CrossGram, Gram, Nothing, Observe
 from compress.passes.contract.passes import LayerPass
 from compress.passes.contract.processes import divided
 from compress.passes.contract.samples import Sample
-from compress.sweep.context import BlockContext
-from compress.sweep.install import group_by_transforms, install, put
-from compress.sweep.lockstep import lockstep, run_in_turn
-from compress.sweep.reference import ReferenceBlock, twin
-from compress.sweep.store import ActivationStore
 
 
 class LayerWork:

@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from compress.blockwise.store import ActivationStore
 from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, ModelError, NumericError, call_foreign
 from compress.models.experts import exercised
@@ -25,7 +26,6 @@ from compress.models.kinds.contract import SUPPORTED, answer_of, run_on
 from compress.models.kinds.kinds import adapter_of, answer_shape
 from compress.models.structure.blocks import Block, hidden_argument, hidden_of, stack_of
 from compress.numerics.dtypes import is_finite
-from compress.sweep.store import ActivationStore
 
 LEARNED_TOKENS = 4
 

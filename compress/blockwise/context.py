@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from compress.blockwise.capture import Call, ModelShell, check_hidden, hold
+from compress.blockwise.store import ActivationStore
 from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
 from compress.models.structure.links import Group, Link, find_groups
 from compress.models.structure.permutations import Permutation
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Log
-from compress.sweep.capture import Call, ModelShell, check_hidden, hold
-from compress.sweep.store import ActivationStore
 
 
 @dataclass

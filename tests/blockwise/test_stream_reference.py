@@ -8,9 +8,9 @@ from torch import nn
 
 import compress
 from compress import GPTQ, Wanda, run
+from compress.blockwise.reference import ReferenceBlock, twin
 from compress.errors import TargetError
 from compress.models.experts import Experts, in_experts, open_experts, roles
-from compress.sweep.reference import ReferenceBlock, twin
 
 
 def test_a_twin_keeps_what_is_replaced_and_shares_the_rest():

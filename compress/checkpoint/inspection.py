@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.containers.safetensors import Header
-from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats import format_of
 from compress.checkpoint.formats.mlx import MLX_KEY, mlx_config
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
-from compress.checkpoint.sources.files import autogptq_config
+from compress.checkpoint.sources.files import separate_config
 from compress.checkpoint.sources.gguf_parts import gguf_of, open_parts, parts_of
 from compress.checkpoint.sources.stored import Place, read_stored, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
@@ -128,7 +128,7 @@ def _inspect_files(
 ) -> Inspection:
     quantization = config.get("quantization_config")
     stated = mlx_config(config.get(MLX_KEY)) or quantization
-    stated = stated if isinstance(stated, dict) else autogptq_config(folder) or {}
+    stated = stated if isinstance(stated, dict) else separate_config(folder) or {}
     schemes = _own_schemes(stated, folder)
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):
@@ -228,7 +228,7 @@ def _zeros(
     coded = [module for module in modules if module.grid != "dense"]
     if not coded or not (folder / "config.json").exists():
         return shares, []
-    if all(format_.quant_method != config.get("quant_method") for format_ in FORMATS.values()):
+    if format_of(config.get("quant_method")) is None:
         return shares, [f"the zeros of layers quantized by {config.get('quant_method')!r} cannot be counted"]
     return shares | _coded_zeros(load(folder)[0]), []
 

@@ -45,6 +45,7 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )
+from compress.pipeline.sources import kept_codes
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 from compress.sweep.quantized_embeddings import embeddings_of
@@ -147,7 +148,7 @@ def plan(
     device = device_of(recipe.device)
     if out is not None:
         check_folder(Path(out))
-    options = recipe.trust_remote_code, recipe.masks, not recipe.passes
+    options = recipe.trust_remote_code, recipe.masks, kept_codes(recipe)
     if time:
         opened = open_model(recipe.model, recipe.dtype, device, *options)
     else:

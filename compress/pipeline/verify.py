@@ -109,7 +109,7 @@ def verify(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
     try:
-        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_.file)
+        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_)
     except CannotRun as error:
         reason = f"transformers cannot load the checkpoint: {error.cause}"
         raise VerificationError(f"{folder}: {reason}{_without_transformers()}") from error
@@ -256,18 +256,19 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
 
 
 def transformers_model(
-    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, file: str | None = None
+    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, format_: Format | None
 ) -> nn.Module:
     """Load a checkpoint with transformers.
 
     Args:
-        file: the .gguf file in the folder that is read; None for safetensors files.
+        format_: format of the checkpoint; None for a dense one.
 
     Raises:
         CannotRun: if transformers cannot load it.
     """
-    options: dict[str, Any] = {} if file is None else {"gguf_file": file}
-    options |= {"dtype": dtype, "trust_remote_code": remote}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": remote}
+    if format_ is not None:
+        options |= format_.loading | ({} if format_.file is None else {"gguf_file": format_.file})
     with quiet_transformers():
         return call_foreign(model_class.from_pretrained, folder, **options).eval()
 

@@ -127,7 +127,7 @@ def _dequantize(opened: OpenModel, checkpoint: Checkpoint, names: Collection[str
     )
     inputs = sorted({t.text for name in dense for t in checkpoint.schemes[name].transforms})
     if inputs:
-        opened.notes.append(f"transforms of the source are left out in dequantized layers: {', '.join(inputs)}")
+        opened.notes.append(f"the dequantized layers do not round their inputs, as the source states: {', '.join(inputs)}")
 
 
 def _has_weights(folder: Path) -> bool:

@@ -172,7 +172,10 @@ class Format(ABC):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Return the options with which transformers loads a checkpoint of the format on any device."""
+        """Return the options with which transformers loads a checkpoint of the format on any device, if it needs some.
+
+        It then dequantizes all layers.
+        """
         return {}
 
     def left_out(self, names: Collection[str]) -> list[str]:
@@ -295,6 +298,10 @@ class Format(ABC):
         stored: the dtype of the layer's scales on disk.
         """
         return dtype
+
+    def reads_experts_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """Return `reads_in` for a linear of an expert, which transformers joins with those of the other experts."""
+        return self.reads_in(scheme, dtype, stored)
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""

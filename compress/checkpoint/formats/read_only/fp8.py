@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import FineGrainedFP8Config
 
 from compress.checkpoint.formats.accepted import NULL, TEXT, TEXTS, UNUSED, Accepted, only, without_effect
+from compress.checkpoint.formats.base import StoredLayer
 from compress.checkpoint.formats.layouts.float_quantized import GRID, FloatQuantized
 from compress.checkpoint.formats.read_only.reader import ReadOnly, input_scale, scalar
 from compress.layers.base import InputTransform, WeightPart, checked
@@ -97,6 +98,17 @@ class FP8(ReadOnly):
         rounding = rounding if self.static else RoundingScheme(GRID, "group", group=size)
         return LayerScheme(shape, (CodesScheme(GRID, size, rows=self.block[0]),), (rounding,))
 
+    def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
+        if self.block is None:
+            return None
+        uneven = next((layer.scheme.shape for layer in layers if _is_uneven(layer.scheme, self.block)), None)
+        if uneven is None:
+            return None
+        return (
+            f"transformers divides a weight {uneven[0]} x {uneven[1]} evenly among its scales, but its last block of "
+            f"{self.block[0]} x {self.block[1]} is smaller"
+        )
+
     def readable(self, scheme: LayerScheme) -> Collection[str]:
         return ("weight", *SCALES, *INPUT_SCALES)
 
@@ -127,6 +139,11 @@ class FP8(ReadOnly):
             )
         size = math.gcd(block_width, width)
         return scale.repeat_interleave(block_width // size, dim=1)[:, : width // size].contiguous()
+
+
+def _is_uneven(scheme: LayerScheme, block: tuple[int, int]) -> bool:
+    """Return whether the last block of rows or columns of a quantized layer is smaller than the others."""
+    return scheme.quantized and any(size % part for size, part in zip(scheme.shape, block, strict=True))
 
 
 def as_floats(scale: Tensor) -> Tensor:

@@ -64,7 +64,13 @@ def qwen3_moe() -> PreTrainedModel:
 def deepseek(predicts: int = 0) -> PreTrainedModel:
     """A DeepSeek-V3 with a dense block and one of experts."""
     sizes: dict[str, Any] = {"intermediate_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 4}
-    sizes |= {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    sizes |= {
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    }
     sizes |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
     sizes |= {"v_head_dim": 64, "num_nextn_predict_layers": predicts}
     return _made(DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **sizes)))

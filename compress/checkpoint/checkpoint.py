@@ -24,7 +24,8 @@ from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.mlx import MLX_KEY, mlx_config
 from compress.checkpoint.formats.native import WEIGHTS, Native
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
-from compress.checkpoint.layers import StoredLayers, check_finite
+from compress.checkpoint.layers import DequantizedWeight, StoredLayers, StoredTensor, check_finite
+from compress.checkpoint.recognize import recognize
 from compress.checkpoint.sources.files import fingerprint_of, separate_config
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.gguf_parts import gguf_of
@@ -101,7 +102,7 @@ class Checkpoint:
     trust_remote_code: bool = False
     inference: bool = False
     notes: list[str] = field(default_factory=list)
-    undeclared: dict[str, Place] = field(default_factory=dict)
+    undeclared: dict[str, StoredTensor] = field(default_factory=dict)
     _model: PreTrainedModel | None = None
 
     @classmethod
@@ -305,6 +306,33 @@ class Checkpoint:
         names = undeclared(self.skeleton(), self.folder, unread)
         self.notes += names.notes
         self.undeclared = {self.named[name].key: self.named[name] for name in names.parts if name in self.named}
+        self.undeclared = self._dequantized(self.undeclared) if self.foreign else self.undeclared
+
+    def _dequantized(self, places: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Replace the tensors of quantized layers by their dense weights, which a checkpoint in any format can hold."""
+        assert self.format is not None
+        headers: dict[str, dict[str, Header]] = {}
+        for name, place in places.items():
+            owner, _, leaf = name.rpartition(".")
+            headers.setdefault(owner, {})[leaf] = place.header
+        found = {owner: recognize(tensors, self.stated.quantization) for owner, tensors in headers.items()}
+        shapes = {
+            owner: layer.shape for owner, layer in found.items() if layer.shape is not None and len(layer.shape) == 2
+        }
+        stored = {name: place.header.shape for name, place in places.items()}
+        try:
+            schemes = call_foreign(self.format.schemes, self.stated.quantization, shapes, stored)
+        except (ValueError, CannotRun) as error:
+            raise _unreadable(self.source, error) from error
+        layers = StoredLayers(StoredTensors(self.stored, self.dtype, CPU), (), self.format, schemes)
+        spelled = {dtype: name for name, dtype in SAFETENSORS.items()}[self.dtypes[1] or self.dtype]
+        copied: dict[str, StoredTensor] = {}
+        for name, place in places.items():
+            owner, _, leaf = name.rpartition(".")
+            if owner not in schemes or leaf not in self.format.readable(schemes[owner]):
+                copied[name] = place
+        weights = {n: DequantizedWeight(layers, n, Header(spelled, scheme.shape)) for n, scheme in schemes.items()}
+        return copied | {f"{name}.weight": weight for name, weight in weights.items()}
 
     @cached_property
     def dense_names(self) -> list[str]:

@@ -130,9 +130,11 @@ def _inspect_files(
     stated = mlx_config(config.get(MLX_KEY)) or quantization
     stated = stated if isinstance(stated, dict) else separate_config(folder) or {}
     schemes = _own_schemes(stated, folder)
+    format_ = format_of(stated.get("quant_method"))
+    stacked = {} if format_ is None else format_.stacked
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):
-        module, leaf = _split(name)
+        module, leaf = _split(name, stacked)
         modules.setdefault(module, {})[leaf] = stored[name].header
     inspected = [_module(n, tensors, _settings(stated, n), schemes.get(n)) for n, tensors in modules.items()]
     zeros, notes = _zeros(folder, inspected, stored, stated) if values else ({}, [])
@@ -174,8 +176,15 @@ def _own_schemes(config: Mapping[str, Any], folder: Path) -> dict[str, LayerSche
         raise ModelError(f"model: {folder / 'config.json'}: quantization_config cannot be read ({error})") from error
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The module of a tensor, and the tensor's name inside of it; bitsandbytes has names such as weight.absmax."""
+def _split(name: str, stacked: Mapping[str, str]) -> tuple[str, str]:
+    """Return the module of a tensor, and the tensor's name inside of it; bitsandbytes has names such as weight.absmax.
+
+    Args:
+        stacked: as of `Format`.
+    """
+    end = next((end for end in stacked if name.endswith(end)), None)
+    if end is not None:
+        return name.removesuffix(end), stacked[end]
     if ".weight." in name:
         module, _, leaf = name.partition(".weight.")
         return module, f"weight.{leaf}"

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.stored import by_owner
 from compress.checkpoint.tensors import Reading, StoredTensors
@@ -19,7 +22,41 @@ from compress.layers.scheme import LayerScheme, only_codes
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends, replace_end
 from compress.models.tensors import assign
-from compress.numerics.dtypes import is_finite
+from compress.numerics.dtypes import SAFETENSORS, is_finite
+
+
+class StoredTensor(Protocol):
+    """A tensor that a checkpoint of the model copies."""
+
+    @property
+    def header(self) -> Header:
+        """Its dtype and shape."""
+        ...
+
+    def read(self) -> Tensor:
+        """Read it."""
+        ...
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """The dense weight of a layer of codes that belongs to no module of the model.
+
+    Attributes:
+        layers: the stored layers.
+        name: full name of the layer.
+        header: dtype and shape of the weight.
+    """
+
+    layers: StoredLayers
+    name: str
+    header: Header
+
+    def read(self) -> Tensor:
+        """Dequantize the weight."""
+        part = self.layers.codes(self.name)
+        assert part is not None, "read-only formats store codes alone"
+        return part.dense(torch.float32).to(SAFETENSORS[self.header.dtype])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import UNDECLARED, Checkpoint
-from compress.checkpoint.layers import check_finite
-from compress.checkpoint.sources.stored import Place
+from compress.checkpoint.layers import StoredTensor, check_finite
 from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.dense import DensePart
@@ -149,7 +148,7 @@ class OpenModel:
     widened_from: torch.dtype | None = None
     commit: str | None = None
     mapped_ends: dict[str, End] = field(default_factory=dict)
-    undeclared: dict[str, Place] = field(default_factory=dict)
+    undeclared: dict[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def in_memory(
@@ -180,7 +179,7 @@ class OpenModel:
     @property
     def undeclared_bytes(self) -> int:
         """The bytes of the tensors of `undeclared`."""
-        return sum(place.header.size_bytes for place in self.undeclared.values())
+        return sum(stored.header.size_bytes for stored in self.undeclared.values())
 
     def linear_names(self) -> list[str]:
         """Return the full names of all linears inside the blocks, in order."""

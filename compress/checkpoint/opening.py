@@ -113,8 +113,16 @@ def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block],
 
 def _dequantize(opened: OpenModel, checkpoint: Checkpoint, names: Collection[str]) -> None:
     """Make layers of a source that is quantized already dense: those of blocks when they are loaded, and the ends."""
-    dense = frozenset(names) & checkpoint.schemes.keys()
-    if not dense or checkpoint.format is None:
+    dense, schemes = frozenset(names) & checkpoint.schemes.keys(), checkpoint.schemes
+    if not schemes or checkpoint.format is None:
+        return
+    if len(dense) < len(schemes):
+        texts = sorted({scheme.text for name, scheme in schemes.items() if name not in dense})
+        opened.notes.append(
+            f"the source is quantized already ({checkpoint.format.name}: {'; '.join(texts)}): "
+            f"{len(schemes) - len(dense)} layers keep their codes"
+        )
+    if not dense:
         return
     opened.weights.dense = dense
     for name, layer in compressed_ends(opened.model).items():
@@ -127,7 +135,9 @@ def _dequantize(opened: OpenModel, checkpoint: Checkpoint, names: Collection[str
     )
     inputs = sorted({t.text for name in dense for t in checkpoint.schemes[name].transforms})
     if inputs:
-        opened.notes.append(f"the dequantized layers do not round their inputs, as the source states: {', '.join(inputs)}")
+        opened.notes.append(
+            f"the dequantized layers do not round their inputs, as the source states: {', '.join(inputs)}"
+        )
 
 
 def _has_weights(folder: Path) -> bool:

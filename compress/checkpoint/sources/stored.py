@@ -72,6 +72,10 @@ class Place(NamedTuple):
     header: Header
     index: int | None = None
 
+    def read(self) -> Tensor:
+        """Read the tensor; it is mapped where its file allows it."""
+        return read_stored(self)
+
     def select(self, tensor: Tensor) -> Tensor:
         """Return this tensor of the one that is stored under the key."""
         return tensor if self.index is None else tensor[self.index]

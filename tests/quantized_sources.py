@@ -21,6 +21,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -61,6 +63,12 @@ def qwen3_moe() -> PreTrainedModel:
     return _made(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **sizes, head_dim=64)))
 
 
+def minimax() -> PreTrainedModel:
+    """A MiniMax-M2, whose modules have other names in its files than in transformers."""
+    sizes = {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+    return _made(MiniMaxM2ForCausalLM(MiniMaxM2Config(**COMMON, **sizes)))
+
+
 def deepseek(predicts: int = 0) -> PreTrainedModel:
     """A DeepSeek-V3 with a dense block and one of experts."""
     sizes: dict[str, Any] = {"intermediate_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 4}
@@ -78,7 +86,7 @@ def deepseek(predicts: int = 0) -> PreTrainedModel:
 
 def gpt_oss() -> PreTrainedModel:
     """A dense GPT-OSS; its experts are stored together."""
-    sizes = {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+    sizes = {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
     return _made(GptOssForCausalLM(GptOssConfig(**COMMON, **sizes)))
 
 

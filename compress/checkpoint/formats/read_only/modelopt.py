@@ -83,8 +83,8 @@ class ModelOpt(ReadOnly):
         per_token = config.get("quant_algo") == "FP8_PER_CHANNEL_PER_TOKEN"
         schemes = {}
         for name, shape in shapes.items():
-            scale = stored.get(f"{name}.weight_scale")
-            if f"{name}.weight_scale_2" in stored:
+            scale, weight = stored.get(f"{name}.weight_scale"), stored.get(f"{name}.weight")
+            if f"{name}.weight_scale_2" in stored or (scale is not None and weight == (shape[0], shape[1] // 2)):
                 schemes[name] = LayerScheme(shape, (CodesScheme(HALVES.grid, GROUP),))
             elif scale is not None:
                 static = f"{name}.input_scale" in stored

@@ -97,7 +97,7 @@ def compressed_words(tensors: Tensors, config: Mapping[str, Any]) -> Recognized 
 
 
 def halves_in_bytes(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
-    """Two 4-bit floats per byte: NVFP4 of Model Optimizer, and experts of GPT-OSS, all together or one of them."""
+    """Two 4-bit floats per byte: NVFP4 of Model Optimizer, and experts in MXFP4, all of a block in one tensor."""
     weight, scale = tensors.get(WEIGHT), tensors.get("weight_scale")
     blocks, scales = tensors.get("blocks"), tensors.get("scales")
     if blocks is not None and scales is not None and len(blocks.shape) > 2:

@@ -24,6 +24,7 @@ from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.passes.contract.problems import Problems
 from compress.pipeline.checks import check_all
+from compress.pipeline.dequantized import kept_codes
 from compress.pipeline.fitting import (
     LIBRARIES_BYTES,
     Fit,
@@ -45,7 +46,6 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )
-from compress.pipeline.sources import kept_codes
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 from compress.sweep.quantized_embeddings import embeddings_of

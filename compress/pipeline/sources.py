@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
@@ -13,17 +13,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.opened import OpenModel
-from compress.checkpoint.opening import DenseLayers, open_model
+from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.gguf_parts import gguf_of, parts_of
 from compress.checkpoint.sources.vocabulary import with_vocabulary_of
-from compress.errors import RecipeError, TargetError
+from compress.errors import RecipeError
 from compress.layers.scheme import LayerScheme
-from compress.models.structure.ends import compressed_ends, find_ends
-from compress.models.structure.select import ModuleNames
+from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
-from compress.passes.contract.passes import ModelPass, chosen_linears
+from compress.passes.contract.passes import ModelPass
+from compress.pipeline.dequantized import dense_layers, kept_codes
 from compress.pipeline.resolve import schemes_of
-from compress.recipe.order import label
 from compress.recipe.paths import located
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import plain_values, read_file
@@ -37,29 +36,6 @@ def open_start(recipe: Recipe, device: torch.device) -> OpenModel:
     """Open the model that a run starts with. Raises ModelError."""
     codes, narrow = kept_codes(recipe), maps_ends(recipe)
     return open_model(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, codes, narrow)
-
-
-def kept_codes(recipe: Recipe) -> bool | DenseLayers:
-    """Return what the run does with the codes of a source that another program has quantized.
-
-    Without passes all stay. Otherwise the layers are dequantized that a pass needs dense.
-    """
-    return partial(_dense_layers, recipe) if recipe.passes else True
-
-
-def _dense_layers(recipe: Recipe, opened: OpenModel) -> set[str]:
-    """Return the full names of the layers on which passes work that take no codes."""
-    modules, names = ModuleNames.of(opened.model, opened.blocks), set[str]()
-    for index, step in enumerate(recipe.passes):
-        if "quantized" not in step.never_after:
-            continue
-        if isinstance(step, ModelPass):  # it changes layers that read or write those that it names
-            return {*opened.linear_names(), *(end.name for end in find_ends(opened.model))}
-        step_label = label(index, step)
-        with suppress(TargetError, RecipeError):  # reported when the recipe is resolved
-            step = step.on_model(modules, step_label)
-            names |= set(chosen_linears(step, modules.candidates(step.targets), step_label))
-    return names
 
 
 def take_in_compressed(opened: OpenModel, run: Run) -> None:
@@ -114,7 +90,7 @@ def open_teacher(
 def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
     """Open the uncompressed model in the dtype of `opened`. Raises ModelError."""
     dtype = str(opened.dtype).removeprefix("torch.")
-    codes = partial(_dense_layers, recipe)
+    codes = partial(dense_layers, recipe)
     return open_model(original_of(recipe.model), dtype, opened.device, recipe.trust_remote_code, "forget", codes)
 
 
@@ -123,7 +99,7 @@ def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractConte
 
     The time in which it waits for the disk is added to that of `opened`.
     """
-    codes = partial(_dense_layers, recipe)
+    codes = partial(dense_layers, recipe)
     teacher = open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code, "forget", codes)
     teacher.weights.reading = opened.weights.reading
     return teacher.streaming()

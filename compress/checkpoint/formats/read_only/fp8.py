@@ -1,4 +1,4 @@
-"""The format `fp8`: 8-bit floats in blocks, as DeepSeek, Qwen, MiniMax and Mistral publish them.
+"""The format `fp8`: 8-bit floats in blocks, as many large models are published.
 
     <m>.weight             float8_e4m3fn [O, I]
     <m>.weight_scale_inv   [ceil(O/R), ceil(I/C)] per block of R x C weights; one number with weight_block_size: null
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import FineGrainedFP8Config
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from compress.checkpoint.formats.accepted import NULL, TEXT, TEXTS, UNUSED, Accepted, only, without_effect
 from compress.checkpoint.formats.base import StoredLayer

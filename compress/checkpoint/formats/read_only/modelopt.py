@@ -42,8 +42,10 @@ from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.numerics.quant.grids import GRIDS
 
 BYTES, HALVES = FloatQuantized(), NVFP4PackQuantized()
+FP8, NVFP4 = GRIDS["fp8_e4m3"], GRIDS["nvfp4"]
 GROUP = 16
 BLOCK = 128
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo", "NVFP4", "MIXED_PRECISION")
@@ -85,10 +87,10 @@ class ModelOpt(ReadOnly):
         for name, shape in shapes.items():
             scale, weight = stored.get(f"{name}.weight_scale"), stored.get(f"{name}.weight")
             if f"{name}.weight_scale_2" in stored or (scale is not None and weight == (shape[0], shape[1] // 2)):
-                schemes[name] = LayerScheme(shape, (CodesScheme(HALVES.grid, GROUP),))
+                schemes[name] = LayerScheme(shape, (CodesScheme(NVFP4, GROUP),))
             elif scale is not None:
                 static = f"{name}.input_scale" in stored
-                inputs = (RoundingScheme(BYTES.grid, "static" if static else "token"),) if static or per_token else ()
+                inputs = (RoundingScheme(FP8, "static" if static else "token"),) if static or per_token else ()
                 schemes[name] = LayerScheme(shape, (_codes(name, scale, shape),), inputs)
         return schemes
 
@@ -99,7 +101,7 @@ class ModelOpt(ReadOnly):
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
         (codes,), rounding = scheme.all_codes, scheme.rounding
-        if codes.grid is HALVES.grid:
+        if codes.grid is NVFP4:
             return [_halves(tensors, scheme)], []
         specs = BYTES.tensors(scheme)
         scale = tensors["weight_scale"]
@@ -117,12 +119,12 @@ def _codes(name: str, scale: Sequence[int], shape: tuple[int, int]) -> CodesSche
     rows, width = shape
     sizes = [size for size in scale if size != 1]
     if not sizes:
-        return CodesScheme(BYTES.grid, "tensor")
+        return CodesScheme(FP8, "tensor")
     if list(scale) in ([rows], [rows, 1]):
-        return CodesScheme(BYTES.grid, "channel")
+        return CodesScheme(FP8, "channel")
     blocks = [-(-rows // BLOCK), -(-width // BLOCK)]
     if list(scale) in (blocks, [blocks[0], 1, blocks[1], 1]) and width % BLOCK == 0:
-        return CodesScheme(BYTES.grid, BLOCK, rows=BLOCK)
+        return CodesScheme(FP8, BLOCK, rows=BLOCK)
     raise ValueError(f"{name}.weight_scale is {list(scale)}, which no layout of FP8 has for a weight {rows} x {width}")
 
 

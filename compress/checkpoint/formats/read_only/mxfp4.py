@@ -1,4 +1,4 @@
-"""The format `mxfp4`: experts in MXFP4, as GPT-OSS is published.
+"""The format `mxfp4`: experts in MXFP4, all of a block in one tensor.
 
     <experts>.<p>_blocks   uint8 [E, O, I/32, 16]   two E2M1 codes per byte, the even column in the low half
     <experts>.<p>_scales   uint8 [E, O, I/32]       exponents e; the scale of 32 columns is 2^(e - 127)
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import Mxfp4Config
+from transformers.utils.quantization_config import Mxfp4Config
 
 from compress.checkpoint.formats.accepted import NULL, TEXT, TEXTS, Accepted, without_effect
 from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
@@ -23,6 +23,7 @@ from compress.checkpoint.formats.read_only.reader import ReadOnly
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
+from compress.numerics.quant.grids import GRIDS
 
 LAYOUT = MXFP4PackQuantized()
 GROUP = 32
@@ -47,7 +48,7 @@ class MXFP4(ReadOnly):
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        codes = CodesScheme(LAYOUT.grid, GROUP)
+        codes = CodesScheme(GRIDS["mxfp4"], GROUP)
         names = [name for name in shapes if f"{name}.blocks" in stored or f"{name}.scales" in stored]
         if uneven := [name for name in names if shapes[name][1] % GROUP]:
             raise ValueError(f"{uneven[0]} has {shapes[uneven[0]][1]} inputs, which are no multiple of {GROUP}")

@@ -8,6 +8,7 @@ Statistics are in memory from the first observed input of a stage until its laye
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -259,4 +260,5 @@ class LayerWork:
             (self.context.state.unquantized or {}).get(full),
             self.context.run.format.negative_scales,
             self.context.run.seed,
+            partial(self.context.run.source_codes, full),
         )

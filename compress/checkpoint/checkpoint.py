@@ -17,12 +17,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.checkpoint.caches import install_policies, read_policies
-from compress.checkpoint.containers.digests import verify_digests
-from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.containers.digests import SUMS, verify_digests
+from compress.checkpoint.containers.safetensors import Header
+from compress.checkpoint.formats import format_of
 from compress.checkpoint.formats.base import Format
-from compress.checkpoint.formats.native import WEIGHTS
+from compress.checkpoint.formats.native import WEIGHTS, Native
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
-from compress.checkpoint.layers import StoredLayers, check_finite
+from compress.checkpoint.layers import DequantizedWeight, StoredLayers, StoredTensor, check_finite
+from compress.checkpoint.recognize import recognize
 from compress.checkpoint.sources.files import MLX_KEY, fingerprint_of, stated_quantization
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.gguf_parts import gguf_of
@@ -39,7 +41,7 @@ from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
 from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, reads_weight, to_device
-from compress.models.experts import open_experts
+from compress.models.experts import open_experts, renamed, unstacked
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
 from compress.models.tensors import assign
@@ -99,7 +101,7 @@ class Checkpoint:
     trust_remote_code: bool = False
     inference: bool = False
     notes: list[str] = field(default_factory=list)
-    undeclared: dict[str, Place] = field(default_factory=dict)
+    undeclared: dict[str, StoredTensor] = field(default_factory=dict)
     _model: PreTrainedModel | None = None
 
     @classmethod
@@ -189,6 +191,11 @@ class Checkpoint:
         """File and name of every stored tensor."""
         return stored_tensors(self.folder)
 
+    @property
+    def foreign(self) -> bool:
+        """Whether another program has quantized the model."""
+        return self.format is not None and not isinstance(self.format, Native) and not (self.folder / SUMS).exists()
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of config.json and samples of the weights."""
@@ -205,16 +212,34 @@ class Checkpoint:
 
     @cached_property
     def named(self) -> dict[str, Place]:
-        """`stored`, with the codes of tied weights under the name of the head, where the model has their layer."""
-        if self.format is None or not self.format.embeddings:
+        """`stored` by the names of the model, where a format stores layers.
+
+        Tensors that hold those of all experts are divided. The codes of tied weights have the name of the head, where
+        the model has their layer.
+        """
+        if self.format is None:
             return self.stored
-        names = {name: name for name in self.stored}
-        for end in find_ends(self.skeleton()):
-            weight = self.stored.get(f"{end.embedding}.weight")
+        model, places = self.skeleton(), self.stored
+        names = {old: new for old, new in renamed(model, list(places)).items() if new not in places}
+        places = {names.get(name, name): place for name, place in places.items()}
+        for name, parts in unstacked(model, places, self.format.stacked).items():
+            path, key, header, _ = places.pop(name)
+            if header.shape[:1] != (len(parts),):
+                raise ModelError(
+                    f"model: {name} in {path} is {list(header.shape)}, but the model has {len(parts)} experts by its "
+                    "config.json; fetch both again"
+                )
+            slice_header = Header(header.dtype, header.shape[1:])
+            places |= {part: Place(path, key, slice_header, index) for index, part in enumerate(parts)}
+        if not self.format.embeddings:
+            return places
+        names = {name: name for name in places}
+        for end in find_ends(model):
+            weight = places.get(f"{end.embedding}.weight")
             if end.role == "tied" and weight is not None and not weight.header.floating:
                 start = f"{end.embedding}."
-                names |= {n: f"{end.name}.{n.removeprefix(start)}" for n in self.stored if n.startswith(start)}
-        return {names[name]: place for name, place in self.stored.items()}
+                names |= {n: f"{end.name}.{n.removeprefix(start)}" for n in places if n.startswith(start)}
+        return {names[name]: place for name, place in places.items()}
 
     @cached_property
     def schemes(self) -> dict[str, LayerScheme]:
@@ -267,19 +292,48 @@ class Checkpoint:
         """
         places = match(self.skeleton(), self.named, self.packed)
         if places is not None:
-            read = {*(place.key for place in places.values()), *tensor_names(self.caches)}
+            found = {(place.path, place.key, place.index) for place in places.values()}
+            read = set(tensor_names(self.caches))
             for name, scheme in self.schemes.items():
                 assert self.format is not None
                 read |= {f"{name}.{inside}" for inside in self.format.readable(scheme)}
-            unread = [name for name in self.named if name not in read]
+            unread = [n for n, p in self.named.items() if n not in read and (p.path, p.key, p.index) not in found]
             self._divide(unread)
+            self.notes += [] if self.format is None else self.format.left_out(self.named)
         return places
 
     def _divide(self, unread: Iterable[str]) -> None:
         """Divide stored tensors that are not read into those that a checkpoint of the model copies, and others."""
         names = undeclared(self.skeleton(), self.folder, unread)
         self.notes += names.notes
-        self.undeclared = {name: self.named[name] for name in names.parts if name in self.named}
+        self.undeclared = {self.named[name].key: self.named[name] for name in names.parts if name in self.named}
+        self.undeclared = self._dequantized(self.undeclared) if self.foreign else self.undeclared
+
+    def _dequantized(self, places: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Replace the tensors of quantized layers by their dense weights, which a checkpoint in any format can hold."""
+        assert self.format is not None
+        headers: dict[str, dict[str, Header]] = {}
+        for name, place in places.items():
+            owner, _, leaf = name.rpartition(".")
+            headers.setdefault(owner, {})[leaf] = place.header
+        found = {owner: recognize(tensors, self.stated.quantization) for owner, tensors in headers.items()}
+        shapes = {
+            owner: layer.shape for owner, layer in found.items() if layer.shape is not None and len(layer.shape) == 2
+        }
+        stored = {name: place.header.shape for name, place in places.items()}
+        try:
+            schemes = call_foreign(self.format.schemes, self.stated.quantization, shapes, stored)
+        except (ValueError, CannotRun) as error:
+            raise _unreadable(self.source, error) from error
+        layers = StoredLayers(StoredTensors(self.stored, self.dtype, CPU), (), self.format, schemes)
+        spelled = {dtype: name for name, dtype in SAFETENSORS.items()}[self.dtypes[1] or self.dtype]
+        copied: dict[str, StoredTensor] = {}
+        for name, place in places.items():
+            owner, _, leaf = name.rpartition(".")
+            if owner not in schemes or leaf not in self.format.readable(schemes[owner]):
+                copied[name] = place
+        weights = {n: DequantizedWeight(layers, n, Header(spelled, scheme.shape)) for n, scheme in schemes.items()}
+        return copied | {f"{name}.weight": weight for name, weight in weights.items()}
 
     @cached_property
     def dense_names(self) -> list[str]:
@@ -450,10 +504,11 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
         raise ModelError(f"model: quantization_config in config.json of {source} is no object; fetch the file again")
     values = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = values.get("quant_method")
-    format_ = next((f for f in FORMATS.values() if f.quant_method is not None and f.quant_method == method), None)
+    format_ = format_of(method)
     if format_ is None:
         raise ModelError(
-            f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
+            f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model, or "
+            "dequantize it with the program that wrote it"
         )
     try:
         return call_foreign(format_.of_config, values), values

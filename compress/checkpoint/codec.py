@@ -14,7 +14,6 @@ from compress.checkpoint.containers.files import file_sha256
 from compress.checkpoint.formats.base import Ends, Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import block_tensors, outside_tensors, store_as_planned
-from compress.checkpoint.sources.stored import read_stored
 from compress.layers.linear import CompressedLinear, linears, scheme_of
 from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
@@ -134,7 +133,7 @@ class FormatCodec:
         """Encode the tensors outside of blocks."""
         tensors = outside_tensors(opened, outside.layers, self.format, self.storage, outside.rounded)
         if self.format.file is None:
-            tensors |= {name: read_stored(place) for name, place in sorted(opened.undeclared.items())}
+            tensors |= {name: stored.read() for name, stored in sorted(opened.undeclared.items())}
         return ShardContent(tensors, _layer_records(outside.layers))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.containers.safetensors import Header
-from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats import format_of
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.load import load
 from compress.checkpoint.recognize import Recognized, recognize
@@ -128,9 +128,11 @@ def _inspect_files(
     quantization = stated_quantization(config, folder)
     stated = quantization if isinstance(quantization, dict) else {}
     schemes = _own_schemes(stated, folder)
+    format_ = format_of(stated.get("quant_method"))
+    stacked = {} if format_ is None else format_.stacked
     modules: dict[str, dict[str, Header]] = {}
     for name in sorted(stored, key=_natural):
-        module, leaf = _split(name)
+        module, leaf = _split(name, stacked)
         modules.setdefault(module, {})[leaf] = stored[name].header
     inspected = [_module(n, tensors, _settings(stated, n), schemes.get(n)) for n, tensors in modules.items()]
     zeros, notes = _zeros(folder, inspected, stored, stated) if values else ({}, [])
@@ -172,8 +174,15 @@ def _own_schemes(config: Mapping[str, Any], folder: Path) -> dict[str, LayerSche
         raise ModelError(f"model: {folder / 'config.json'}: quantization_config cannot be read ({error})") from error
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The module of a tensor, and the tensor's name inside of it; bitsandbytes has names such as weight.absmax."""
+def _split(name: str, stacked: Mapping[str, str]) -> tuple[str, str]:
+    """Return the module of a tensor, and the tensor's name inside of it; bitsandbytes has names such as weight.absmax.
+
+    Args:
+        stacked: as of `Format`.
+    """
+    end = next((end for end in stacked if name.endswith(end)), None)
+    if end is not None:
+        return name.removesuffix(end), stacked[end]
     if ".weight." in name:
         module, _, leaf = name.partition(".weight.")
         return module, f"weight.{leaf}"
@@ -226,7 +235,7 @@ def _zeros(
     coded = [module for module in modules if module.grid != "dense"]
     if not coded or not (folder / "config.json").exists():
         return shares, []
-    if all(format_.quant_method != config.get("quant_method") for format_ in FORMATS.values()):
+    if format_of(config.get("quant_method")) is None:
         return shares, [f"the zeros of layers quantized by {config.get('quant_method')!r} cannot be counted"]
     return shares | _coded_zeros(load(folder)[0]), []
 

@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.sources.stored import by_owner
 from compress.checkpoint.tensors import Reading, StoredTensors
 from compress.errors import ModelError
+from compress.layers.base import InputTransform, WeightPart
 from compress.layers.linear import CompressedLinear, linears, renew_linear, replace_linear
-from compress.layers.scheme import LayerScheme
+from compress.layers.parts.codes import CodesPart
+from compress.layers.scheme import LayerScheme, only_codes
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends, replace_end
 from compress.models.tensors import assign
-from compress.numerics.dtypes import is_finite
+from compress.numerics.dtypes import SAFETENSORS, is_finite
+
+
+class StoredTensor(Protocol):
+    """A tensor that a checkpoint of the model copies."""
+
+    @property
+    def header(self) -> Header:
+        """Its dtype and shape."""
+        ...
+
+    def read(self) -> Tensor:
+        """Read it."""
+        ...
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """The dense weight of a layer of codes that belongs to no module of the model.
+
+    Attributes:
+        layers: the stored layers.
+        name: full name of the layer.
+        header: dtype and shape of the weight.
+    """
+
+    layers: StoredLayers
+    name: str
+    header: Header
+
+    def read(self) -> Tensor:
+        """Dequantize the weight."""
+        part = self.layers.codes(self.name)
+        assert part is not None, "read-only formats store codes alone"
+        return part.dense(torch.float32).to(SAFETENSORS[self.header.dtype])
 
 
 @dataclass(frozen=True)
@@ -91,22 +130,44 @@ class StoredLayers:
                 raise ModelError(
                     f"model: {full} is {stored_shape} in the checkpoint, but {model_shape} by its config.json"
                 )
-            place = f" (in {self.tensors.files[names[0]].path})" if names else ""
-            try:
-                parts, transforms = self.format.read(inside, scheme)
-            except KeyError as error:
-                reason = f"{full} lacks its tensor {error.args[0]}"
-                dense = self.tensors.files.get(f"{full}.weight")
-                if dense is not None and dense.header.dtype in ("F32", "F16", "BF16"):
-                    raise ModelError(
-                        f"model: config.json says that {full} is quantized ({self.format.name}), but its weight is "
-                        f"stored dense{place}; remove quantization_config from config.json if this is the dense model"
-                    ) from error
-                raise ModelError(f"model: {reason}{place}; write the checkpoint again") from error
-            except ValueError as error:
-                raise ModelError(f"model: {start}{error}{place}; write the checkpoint again") from error
+            parts, transforms = self._read(full, inside, names)
             dtype = self.tensors.dtype
             layer.read([part if part.scheme.quantized else part.in_storage(dtype) for part in parts], transforms)
+
+    def codes(self, full: str) -> CodesPart | None:
+        """Read the codes of a layer that consists of codes alone; None for another one. Raises ModelError."""
+        names = self._names_by_layer([full], f"{full}.")[full]
+        tensors = self.tensors.read_raw(names)
+        parts, _ = self._read(full, {name.removeprefix(f"{full}."): t for name, t in tensors.items()}, names)
+        return only_codes(parts)
+
+    def _read(
+        self, full: str, tensors: Mapping[str, Tensor], names: Sequence[str]
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
+        """Decode a layer.
+
+        Args:
+            tensors: by name inside of the layer.
+            names: the full names.
+
+        Raises:
+            ModelError: for missing or invalid tensors, with the full name.
+        """
+        assert self.format is not None
+        place = f" (in {self.tensors.files[names[0]].path})" if names else ""
+        try:
+            return self.format.read(tensors, self.schemes[full])
+        except KeyError as error:
+            reason = f"{full} lacks its tensor {error.args[0]}"
+            dense = self.tensors.files.get(f"{full}.weight")
+            if dense is not None and dense.header.dtype in ("F32", "F16", "BF16"):
+                raise ModelError(
+                    f"model: config.json says that {full} is quantized ({self.format.name}), but its weight is "
+                    f"stored dense{place}; remove quantization_config from config.json if this is the dense model"
+                ) from error
+            raise ModelError(f"model: {reason}{place}; write the checkpoint again") from error
+        except ValueError as error:
+            raise ModelError(f"model: {full}.{error}{place}; write the checkpoint again") from error
 
     def _inside(self, prefix: str) -> tuple[list[str], list[str]]:
         """The names of dense tensors, and of layers, below a prefix."""

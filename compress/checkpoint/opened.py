@@ -11,16 +11,17 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import UNDECLARED, Checkpoint
-from compress.checkpoint.layers import check_finite
-from compress.checkpoint.sources.stored import Place
+from compress.checkpoint.layers import StoredTensor, check_finite
 from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
+from compress.layers.parts.dense import DensePart
 from compress.models.caches.attentions import cache_policies
 from compress.models.caches.base import tensor_names
 from compress.models.computation import mark_kept, mark_read
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import End
 from compress.models.tensors import assign
+from compress.numerics.quant.codes import SourceCodes
 from compress.numerics.sparse.positions import SparseLayout
 
 
@@ -31,6 +32,7 @@ class Weights:
     Attributes:
         checkpoint: blocks are brought from here; None: nothing is loaded or freed.
         masked: linears whose zeros are pruned weights.
+        dense: layers whose codes are dequantized when they are loaded.
         keep: False drops the masks of linears that are not quantized.
         settle: called with every loaded block, for example to convert its linears to the forms of a format.
         sparsities: possible ways to store the masks that linears have before the first pass, by full name.
@@ -39,6 +41,7 @@ class Weights:
 
     checkpoint: Checkpoint | None = None
     masked: frozenset[str] = frozenset()
+    dense: frozenset[str] = frozenset()
     keep: bool = True
     settle: Callable[[Block], None] | None = None
     sparsities: dict[str, list[SparseLayout]] = field(default_factory=dict)
@@ -48,7 +51,9 @@ class Weights:
     def has_layers(self) -> bool:
         """Whether blocks may be brought with compressed linears, masks or quantized KV caches."""
         checkpoint = self.checkpoint
-        return checkpoint is not None and bool(self.masked or checkpoint.format is not None or checkpoint.caches)
+        return checkpoint is not None and bool(
+            self.masked or checkpoint.schemes.keys() - self.dense or checkpoint.caches
+        )
 
     def bring(self, block: Block) -> None:
         """Load the weights of a block to the compute device; its linears are as in the checkpoint.
@@ -62,11 +67,28 @@ class Weights:
         self.checkpoint.block(block, self.masked, self.reading)
         for name, layer in linears(block.module).items():
             if isinstance(layer, CompressedLinear):
+                if f"{block.name}.{name}" in self.dense:
+                    self.dequantize(layer)
                 self._unpack(layer)
                 if self.keep and f"{block.name}.{name}" in self.masked and layer.positions is None:
                     mask_from_zeros(layer)
         if self.settle is not None:
             self.settle(block)
+
+    def dequantize(self, layer: CompressedLinear) -> None:
+        """Make a layer of the checkpoint dense, in the dtype of computation, without transforms of its inputs."""
+        assert self.checkpoint is not None
+        layer.read([DensePart.of(layer.weight_as(torch.float32).to(self.checkpoint.dtype))], [])
+
+    def source_codes(self, name: str) -> SourceCodes | None:
+        """Return the codes from which a layer was dequantized; None for other layers."""
+        if self.checkpoint is None or name not in self.dense:
+            return None
+        part = self.checkpoint.layers.codes(name)
+        if part is None:
+            return None
+        codes = part.codes()
+        return SourceCodes(codes, codes.dense(torch.float32).to(self.checkpoint.dtype))
 
     def ask(self, block: Block) -> None:
         """Begin to read everything that is stored of a block."""
@@ -126,7 +148,7 @@ class OpenModel:
     widened_from: torch.dtype | None = None
     commit: str | None = None
     mapped_ends: dict[str, End] = field(default_factory=dict)
-    undeclared: dict[str, Place] = field(default_factory=dict)
+    undeclared: dict[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def in_memory(
@@ -157,7 +179,7 @@ class OpenModel:
     @property
     def undeclared_bytes(self) -> int:
         """The bytes of the tensors of `undeclared`."""
-        return sum(place.header.size_bytes for place in self.undeclared.values())
+        return sum(stored.header.size_bytes for stored in self.undeclared.values())
 
     def linear_names(self) -> list[str]:
         """Return the full names of all linears inside the blocks, in order."""

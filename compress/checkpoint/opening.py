@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from compress.checkpoint.sources.supported import check_supported
 from compress.models.computation import widened
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block, find_blocks
-from compress.models.structure.ends import End, tie
+from compress.models.structure.ends import End, compressed_ends, tie
 from compress.models.tensors import assign
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 """Files of weights that are not read; a folder with them alone is refused."""
+DenseLayers = Callable[[OpenModel], Collection[str]]
+"""Returns the full names of the layers whose codes are dequantized."""
 PLACEHOLDER = 0.01
 """The value of all weights of a model that is opened without weights."""
 
@@ -49,7 +52,7 @@ def open_for_plan(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     masks: MaskPolicy = "keep",
-    codes: bool = False,
+    codes: bool | DenseLayers = False,
 ) -> OpenModel:
     """Open a model to plan with it: a dense model from its configuration and tokenizer if its weights are not there.
 
@@ -108,6 +111,35 @@ def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block],
     )
 
 
+def _dequantize(opened: OpenModel, checkpoint: Checkpoint, names: Collection[str]) -> None:
+    """Make layers of a source that is quantized already dense: those of blocks when they are loaded, and the ends."""
+    dense, schemes = frozenset(names) & checkpoint.schemes.keys(), checkpoint.schemes
+    if not schemes or checkpoint.format is None:
+        return
+    if len(dense) < len(schemes):
+        texts = sorted({scheme.text for name, scheme in schemes.items() if name not in dense})
+        opened.notes.append(
+            f"the source is quantized already ({checkpoint.format.name}: {'; '.join(texts)}): "
+            f"{len(schemes) - len(dense)} layers keep their codes"
+        )
+    if not dense:
+        return
+    opened.weights.dense = dense
+    for name, layer in compressed_ends(opened.model).items():
+        if name in dense:
+            opened.weights.dequantize(layer)
+    grids = sorted({checkpoint.schemes[name].text for name in dense})
+    opened.notes.append(
+        f"the source is quantized already ({checkpoint.format.name}: {'; '.join(grids)}): {len(dense)} layers are "
+        "dequantized on read; the base of comparison is the dequantized model"
+    )
+    inputs = sorted({t.text for name in dense for t in checkpoint.schemes[name].transforms})
+    if inputs:
+        opened.notes.append(
+            f"the dequantized layers do not round their inputs, as the source states: {', '.join(inputs)}"
+        )
+
+
 def _has_weights(folder: Path) -> bool:
     """Return whether weights are there; those of a local folder also in part, or in another form."""
     names = [path for pattern in ("*.safetensors", "*.gguf", *PICKLED) for path in folder.glob(pattern)]
@@ -129,7 +161,7 @@ def open_model(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
     masks: MaskPolicy = "keep",
-    codes: bool = False,
+    codes: bool | DenseLayers = False,
     narrow_ends: bool = False,
 ) -> OpenModel:
     """Open a model as the input of a run; weights of blocks are loaded when they are needed.
@@ -139,14 +171,15 @@ def open_model(
         dtype: dtype of computation: 'auto' (that of the checkpoint), 'float32', 'bfloat16' or 'float16'.
         masks: 'keep': pruned weights stay zero; 'forget': the zeros of linears that are not quantized are ordinary
             weights.
-        codes: a .gguf file of another program keeps its codes, if they are known; otherwise it is a dense model.
+        codes: True: a .gguf file of another program keeps its codes, if they are known; otherwise it is a dense model.
+            A function: also the layers that it names are dequantized, if another program has quantized the model.
         narrow_ends: embedding and head of a dense model stay in a narrower dtype of their file.
 
     Raises:
         ModelError: for a model that is not found, damaged or not supported. Weights of blocks are checked when they are
             loaded.
     """
-    checkpoint = Checkpoint.open(source, dtype, device or torch.device("cpu"), trust_remote_code, codes)
+    checkpoint = Checkpoint.open(source, dtype, device or torch.device("cpu"), trust_remote_code, codes is True)
     folder, model = checkpoint.folder, checkpoint.skeleton().eval()
     check_supported(model, f"model: {source}")
     ends: dict[str, End] = {}
@@ -162,6 +195,8 @@ def open_model(
         blocks, weights = find_blocks(model), Weights(checkpoint)
         ends = checkpoint.outside(blocks, weights.reading, narrow_ends)
         opened = _opened(checkpoint, model, blocks, weights)
+        if checkpoint.foreign and callable(codes):
+            _dequantize(opened, checkpoint, codes(opened))
     dense_places = {name: checkpoint.tensors.files[name] for name in checkpoint.dense_names}
     narrow = narrow_dtype(folder, checkpoint.stored if checkpoint.format is None else dense_places)
     return with_masks(replace(opened, narrow=narrow, mapped_ends=ends), checkpoint.stated.masked, masks)

@@ -96,6 +96,20 @@ def compressed_words(tensors: Tensors, config: Mapping[str, Any]) -> Recognized 
     return Recognized(grid, shape[0] * shape[1], shape, _group(shape, scale), _parts(tensors))
 
 
+def halves_in_bytes(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
+    """Two 4-bit floats per byte: NVFP4 of Model Optimizer, and experts in MXFP4, all of a block in one tensor."""
+    weight, scale = tensors.get(WEIGHT), tensors.get("weight_scale")
+    blocks, scales = tensors.get("blocks"), tensors.get("scales")
+    if blocks is not None and scales is not None and len(blocks.shape) > 2:
+        shape = (*blocks.shape[:-2], 2 * blocks.shape[-2] * blocks.shape[-1])
+        return Recognized("mxfp4", 2 * blocks.count, shape, 2 * blocks.shape[-1], _parts(tensors))
+    matrix = None if weight is None else _matrix(weight)
+    if weight is None or matrix is None or scale is None or "weight_scale_2" not in tensors or weight.dtype != "U8":
+        return None
+    shape = matrix[0], 2 * matrix[1]
+    return Recognized("nvfp4", 2 * weight.count, shape, _group(shape, scale), _parts(tensors))
+
+
 def words_along_inputs(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
     """GPTQ: 32-bit words along the inputs; AutoAWQ: words of 8 outputs."""
     words, scale, zeros = (tensors.get(name) for name in ("qweight", "scales", "qzeros"))
@@ -147,8 +161,9 @@ def scaled_bytes(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | No
     if weight is None or scale is None or matrix is None:
         return None
     grids = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}
-    grid = grids.get(weight.dtype, weight.dtype.lower())
-    return Recognized(grid, weight.count, matrix, _group(matrix, scale), _parts(tensors))
+    grid, block = grids.get(weight.dtype, weight.dtype.lower()), config.get("weight_block_size")
+    size = f"{block[0]}x{block[1]}" if isinstance(block, list) and len(block) == 2 else _group(matrix, scale)
+    return Recognized(grid, weight.count, matrix, size, _parts(tensors))
 
 
 def tensor_subclasses(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
@@ -175,6 +190,7 @@ def plain(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | None:
 
 LAYOUTS: tuple[Callable[[Tensors, Mapping[str, Any]], Recognized | None], ...] = (
     compressed_words,
+    halves_in_bytes,
     words_along_inputs,
     blocks_of_bytes,
     affine_words,

@@ -166,23 +166,23 @@ class StoredTensors:
             ModelError: if a file is damaged, missing, or not the one that was opened.
         """
         tensors: dict[str, Tensor] = {}
-        for path, keys in self._by_file(names).items():
+        for path, places in self._by_file(names).items():
             if stamp_of(path) != self.stamps[path]:
                 raise ModelError(
                     f"model: {path} was replaced or changed after it was opened; put the file back and start the same "
                     "command again, or overwrite the folder for the new file"
                 )
-            stored = self._read_file(path, list(dict.fromkeys(keys.values())), reading)
-            tensors |= {name: stored[key] for name, key in keys.items()}
+            stored = self._read_file(path, list(dict.fromkeys(place.key for place in places.values())), reading)
+            tensors |= {name: place.select(stored[place.key]) for name, place in places.items()}
         return tensors
 
-    def _by_file(self, names: Iterable[str]) -> dict[Path, dict[str, str]]:
-        """Keys in each file by name."""
-        keys_by_file: dict[Path, dict[str, str]] = {}
+    def _by_file(self, names: Iterable[str]) -> dict[Path, dict[str, Place]]:
+        """Places in each file by name."""
+        places_by_file: dict[Path, dict[str, Place]] = {}
         for name in names:
             place = self.files[name]
-            keys_by_file.setdefault(place.path, {})[name] = place.key
-        return dict(sorted(keys_by_file.items()))
+            places_by_file.setdefault(place.path, {})[name] = place
+        return dict(sorted(places_by_file.items()))
 
     def _read_file(self, path: Path, keys: list[str], reading: Reading | None) -> dict[str, Tensor]:
         """Read tensors of one file. When this returns, copies are complete, so that page-locked memory is free."""
@@ -201,7 +201,9 @@ class StoredTensors:
 
     def ask(self, names: Iterable[str]) -> None:
         """Begin to read tensors: the system, where it has a way to; for an accelerator, also a thread."""
-        keys_by_file = {path: dict.fromkeys(keys.values()) for path, keys in self._by_file(names).items()}
+        keys_by_file = {
+            path: dict.fromkeys(place.key for place in places.values()) for path, places in self._by_file(names).items()
+        }
         for path, keys in keys_by_file.items():
             with opened_file(path) as file:
                 file.ask(list(keys))

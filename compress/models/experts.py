@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -277,6 +277,24 @@ def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
             if len(set(leaves)) == len(leaves) and all(leaf.isidentifier() for leaf in leaves):
                 names_by_parameter.setdefault(converter.target_patterns[0].rpartition(".")[2], tuple(leaves))
     return names_by_parameter
+
+
+def unstacked(model: nn.Module, names: Iterable[str], stacked: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of the tensors of single experts, by the name of the tensor that holds those of all experts.
+
+    Args:
+        names: of stored tensors.
+        stacked: by the end of the name of a tensor, the name of its parts inside of a linear: {"_bias": "bias"}.
+    """
+    counts = {name: module.count for name, module in model.named_modules() if isinstance(module, Experts)}
+    parts = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        end = next((end for end in stacked if leaf.endswith(end)), None)
+        if parent in counts and end is not None:
+            linear = leaf.removesuffix(end)
+            parts[name] = [f"{parent}.{number}.{linear}.{stacked[end]}" for number in range(counts[parent])]
+    return parts
 
 
 def renamed(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:

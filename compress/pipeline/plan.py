@@ -25,6 +25,7 @@ from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.passes.contract.problems import Problems
 from compress.pipeline.checks import check_all
+from compress.pipeline.dequantized import kept_codes
 from compress.pipeline.fitting import (
     LIBRARIES_BYTES,
     Fit,
@@ -151,7 +152,7 @@ def plan(
     device = device_of(recipe.device)
     if out is not None:
         check_folder(Path(out))
-    options = recipe.trust_remote_code, recipe.masks, not recipe.passes
+    options = recipe.trust_remote_code, recipe.masks, kept_codes(recipe)
     if time:
         opened = open_model(recipe.model, recipe.dtype, device, *options)
     else:

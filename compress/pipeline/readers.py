@@ -45,7 +45,7 @@ def unreadable(
         stated: whether the format states the cache policy.
     """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    if not all(module.named for module in experts):
+    if not format_.stacked and not all(module.named for module in experts):
         return "transformers has no name for each single expert of this model"
     if not stated and all(scheme.plain for scheme in schemes.values()):
         return None

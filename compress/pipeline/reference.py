@@ -53,10 +53,9 @@ def check_source(opened: OpenModel, batch: Batch, recipe: Recipe, planned_bytes:
         return  # in memory, or opened by transformers itself; or a note of the plan says why
     reason = _too_large(opened, planned_bytes)
     if reason is None:
-        file = None if checkpoint.format is None else checkpoint.format.file
         try:
             theirs = transformers_model(
-                type(opened.model), checkpoint.folder, opened.dtype, recipe.trust_remote_code, file
+                type(opened.model), checkpoint.folder, opened.dtype, recipe.trust_remote_code, checkpoint.format
             )
         except CannotRun as error:
             reason = f"transformers cannot load it: {one_line(error.cause)}"

@@ -163,6 +163,7 @@ def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:
     """
     recipe, objective = resolved.recipe, resolved.objective
     stored = recipe.seed, resolved.format, recipe.save.sparse
+    services = {"source_codes": resolved.opened.weights.source_codes, **services}
     return Run(resolved.opened.device, resolved.storage, *stored, journal, lm_objective=objective, **services)
 
 
@@ -289,6 +290,8 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
                 remedy = "skip it with ignore" + ("" if again else f", or put {step.key()} first")
                 if origin == BEFORE:
                     remedy = "start with the model from before that, or skip it with ignore"
+                    if fact == "quantized":
+                        remedy += "; compress export FOLDER --format dense writes its dequantized weights"
                     remedy += "; masks: forget drops the zeros of a dense model" if fact == "masked" else ""
                 raise TargetError(f"{pass_label}: {name} is already {in_words(fact)} {origin}; {remedy}")
     for name in names:

@@ -22,6 +22,7 @@ from compress.layers.scheme import LayerScheme
 from compress.models.structure.ends import compressed_ends
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import ModelPass
+from compress.pipeline.dequantized import dense_layers, kept_codes
 from compress.pipeline.resolve import schemes_of
 from compress.recipe.paths import located
 from compress.recipe.schema import Recipe
@@ -33,7 +34,7 @@ RECIPE = "recipe.yaml"
 
 def open_start(recipe: Recipe, device: torch.device) -> OpenModel:
     """Open the model that a run starts with. Raises ModelError."""
-    codes, narrow = not recipe.passes, maps_ends(recipe)
+    codes, narrow = kept_codes(recipe), maps_ends(recipe)
     return open_model(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, codes, narrow)
 
 
@@ -89,7 +90,8 @@ def open_teacher(
 def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
     """Open the uncompressed model in the dtype of `opened`. Raises ModelError."""
     dtype = str(opened.dtype).removeprefix("torch.")
-    return open_model(original_of(recipe.model), dtype, opened.device, recipe.trust_remote_code, masks="forget")
+    codes = partial(dense_layers, recipe)
+    return open_model(original_of(recipe.model), dtype, opened.device, recipe.trust_remote_code, "forget", codes)
 
 
 def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractContextManager[PreTrainedModel]:
@@ -97,7 +99,8 @@ def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractConte
 
     The time in which it waits for the disk is added to that of `opened`.
     """
-    teacher = open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget")
+    codes = partial(dense_layers, recipe)
+    teacher = open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code, "forget", codes)
     teacher.weights.reading = opened.weights.reading
     return teacher.streaming()
 

@@ -31,7 +31,7 @@ from compress.kernels.dispatch import plain_torch
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.caches.attentions import cache_digests, cache_policies, copy_policy
-from compress.models.experts import open_experts
+from compress.models.experts import Expert, open_experts
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
 from compress.models.quiet import quiet_transformers
@@ -101,15 +101,20 @@ def verify(
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), difference, None, skipped), model
-    layers = _compressed_layers(model)
-    kinds = {format_.reads_in(layer.scheme, dtype, layer.all_parts[0].dtype) for layer in layers} - {dtype}
+    experts = {id(layer) for expert in model.modules() if isinstance(expert, Expert) for layer in expert.modules()}
+    kinds = {
+        (format_.reads_experts_in if id(layer) in experts else format_.reads_in)(
+            layer.scheme, dtype, layer.all_parts[0].dtype
+        )
+        for layer in _compressed_layers(model)
+    } - {dtype}
     if kinds:
         names = " and ".join(sorted(map(dtype_name, kinds)))
         run.journal.add(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
     try:
-        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_.file)
+        reloaded = transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_)
     except CannotRun as error:
         reason = f"transformers cannot load the checkpoint: {error.cause}"
         raise VerificationError(f"{folder}: {reason}{_without_transformers()}") from error
@@ -256,20 +261,25 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
 
 
 def transformers_model(
-    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, file: str | None = None
+    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, format_: Format | None
 ) -> nn.Module:
     """Load a checkpoint with transformers.
 
     Args:
-        file: the .gguf file in the folder that is read; None for safetensors files.
+        format_: format of the checkpoint; None for a dense one.
 
     Raises:
         CannotRun: if transformers cannot load it.
     """
-    options: dict[str, Any] = {} if file is None else {"gguf_file": file}
-    options |= {"dtype": dtype, "trust_remote_code": remote}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": remote}
+    if format_ is not None:
+        options |= format_.loading | ({} if format_.file is None else {"gguf_file": format_.file})
     with quiet_transformers():
-        return call_foreign(model_class.from_pretrained, folder, **options).eval()
+        model = call_foreign(model_class.from_pretrained, folder, **options).eval()
+    for parameter in model.parameters() if format_ is not None and format_.loading else ():
+        if parameter.dtype.itemsize < dtype.itemsize:  # those that it does not dequantize stay in their stored dtype
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _compare(reader: str, logits: Tensor, reference: Tensor, folder: Path, tolerance: float, effect: float) -> float:

@@ -23,29 +23,45 @@ CLASSES = {
     "dense": "Dense",
 }
 """The class of every format by its name in a recipe, which is that of its file with '-' for '_'."""
+READ_ONLY_CLASSES = {"fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
+"""The class of every format of `read_only/` by the name of its file."""
 
 
 class Formats(Mapping[str, "Format"]):
-    """The formats of `CLASSES` by name; each is made once."""
+    """Formats by name; each is made once.
 
-    def __init__(self) -> None:
+    Args:
+        classes: the class of each.
+        package: the package of their files.
+    """
+
+    def __init__(self, classes: Mapping[str, str], package: str) -> None:
+        self._classes, self._package = classes, package
         self._made: dict[str, Format] = {}
 
     def __getitem__(self, name: str) -> Format:
         if name not in self._made:
-            title = CLASSES[name]
-            self._made[name] = getattr(import_module(f"{__name__}.{name.replace('-', '_')}"), title)()
+            title = self._classes[name]
+            self._made[name] = getattr(import_module(f"{self._package}.{name.replace('-', '_')}"), title)()
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(CLASSES)
+        return iter(self._classes)
 
     def __len__(self) -> int:
-        return len(CLASSES)
+        return len(self._classes)
 
     def __contains__(self, name: object) -> bool:
-        return name in CLASSES
+        return name in self._classes
 
 
-FORMATS = Formats()
+FORMATS = Formats(CLASSES, __name__)
 """Every format by its name in a recipe."""
+READ_ONLY = Formats(READ_ONLY_CLASSES, f"{__name__}.read_only")
+"""Every format that is read and not written."""
+
+
+def format_of(method: object) -> Format | None:
+    """Return the format with this `quant_method`; None without one."""
+    formats = (*FORMATS.values(), *READ_ONLY.values())
+    return next((f for f in formats if f.quant_method is not None and f.quant_method == method), None)

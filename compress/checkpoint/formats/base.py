@@ -133,7 +133,8 @@ class Format(ABC):
     negative_scales: whether all readers take negative scales of integers. embeddings: whether embeddings with codes are
     found by their tensors, and one that is tied to the LM head has the embedding's name. file: the one file that holds
     all tensors of a complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the
-    reader accepts.
+    reader accepts. stacked: tensors that hold those of all experts, by the ends of their names: the name of each inside
+    of a linear.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Format(ABC):
     embeddings: bool = False
     file: str | None = None
     keys: ClassVar[Mapping[str, Accepted]] = {}
+    stacked: ClassVar[Mapping[str, str]] = {}
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of stored scales. storage: the storage dtype of the run."""
@@ -167,6 +169,18 @@ class Format(ABC):
     def unverified(self) -> str | None:
         """Why a run does not reload its checkpoint with transformers; None if it does."""
         return None
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Return the options with which transformers loads a checkpoint of the format on any device, if it needs some.
+
+        It then dequantizes all layers.
+        """
+        return {}
+
+    def left_out(self, names: Collection[str]) -> list[str]:
+        """Return a note for each kind of stored tensors, by name, that the format knows and does not read."""
+        return []
 
     def programs_run(self, schemes: Collection[LayerScheme]) -> list[str]:
         """Return the programs that read all grids of these compressed layers in conformance."""
@@ -287,6 +301,10 @@ class Format(ABC):
         stored: the dtype of the layer's scales on disk.
         """
         return dtype
+
+    def reads_experts_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """Return `reads_in` for a linear of an expert, which transformers joins with those of the other experts."""
+        return self.reads_in(scheme, dtype, stored)
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""

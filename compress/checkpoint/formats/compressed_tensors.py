@@ -184,6 +184,9 @@ class CompressedTensors(Format):
             return torch.bfloat16
         return stored if _dequantized_early(scheme) else dtype
 
+    def reads_experts_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        return stored  # they are dequantized while the checkpoint is loaded
+
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         coded = [layer for layer in layers if not layer.scheme.plain]
         if any(layer.transposed for layer in coded):

@@ -33,9 +33,16 @@ CODE = "*.py"
 NOT_COPIED = (
     *("config.json", "generation_config.json", "*.index.json", "params.json"),  # written anew, or of other weights
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),  # by the tokenizer
-    *("quantize_config.json", "quant_config.json", "adapter_config.json"),  # of another form of the weights
+    *(
+        "quantize_config.json",
+        "quant_config.json",
+        "hf_quant_config.json",
+        "adapter_config.json",
+    ),  # of another form of the weights
     *("report.*", "sensitivity.json", "trainer_state.json", "*_results.json", MODULES, PLAIN),
 )
+SEPARATE_CONFIGS = (("quantize_config.json", "gptq", None), ("hf_quant_config.json", "modelopt", "quantization"))
+"""Files with a `quantization_config`, their `quant_method`, and the key of it in them."""
 LARGEST_SIDE_FILE = 64_000_000  # bytes
 
 Pooling = Literal["mean", "first", "last"]
@@ -105,26 +112,31 @@ def stated_quantization(config: Mapping[str, Any], folder: Path) -> Any:
 
     Args:
         config: Entries of config.json.
-        folder: Folder of the model; AutoGPTQ writes a separate file there.
+        folder: Folder of the model; AutoGPTQ and NVIDIA Model Optimizer write separate files there.
 
     Raises:
         ModelError: for a file that cannot be read.
     """
     if isinstance(affine := config.get(MLX_KEY), Mapping):
         return {**affine, "quant_method": "mlx"}
-    return config.get("quantization_config") or _autogptq_config(folder)
+    return config.get("quantization_config") or _separate_config(folder)
 
 
-def _autogptq_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of quantize_config.json. Raises ModelError."""
-    path = folder / "quantize_config.json"
-    if not path.is_file():
-        return None
-    try:
-        values = read_json(path)
-    except ValueError as error:
-        raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
-    return {"quant_method": "gptq", **values}
+def _separate_config(folder: Path) -> dict[str, Any] | None:
+    """Return the `quantization_config` in a separate file. Raises ModelError."""
+    for name, method, key in SEPARATE_CONFIGS:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            values = read_json(path)
+            values = values if key is None else values.get(key)
+            if not isinstance(values, dict):
+                raise ValueError(f"it has no object {key!r}")
+        except ValueError as error:
+            raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+        return {"quant_method": method, **values}
+    return None
 
 
 def unread_files(folder: Path) -> list[str]:

@@ -38,11 +38,11 @@ def match(model: nn.Module, stored: Mapping[str, Place], packed: Set[str] = froz
         return None
     state = model.state_dict(keep_vars=True)
     dense = {name: place for name, place in places.items() if not _is_packed(name, packed)}
-    for name, (path, key, header) in dense.items():
+    for name, (path, key, header, _) in dense.items():
         if state[name].is_floating_point() and not (header.floating and header.bits >= 16):
             raise ModelError(
-                f"model: {key} in {path} holds {header.dtype}, not floats of 16 bits or more, and quantization_config "
-                "of config.json does not describe it; fetch the files again"
+                f"model: {key} in {path} holds {header.dtype}, not floats of 16 bits or more, and it has no scale, or "
+                "quantization_config of config.json does not describe it; fetch the files again"
             )
     return places if all(place.header.shape == tuple(state[name].shape) for name, place in dense.items()) else None
 

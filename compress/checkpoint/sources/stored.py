@@ -65,11 +65,20 @@ def _listed(index: Path, folder: Path) -> list[Path]:
 
 
 class Place(NamedTuple):
-    """A stored tensor: its file, its name there, and its header."""
+    """A stored tensor: its file, its name there, and its header; with an index, one of the tensors that are stacked."""
 
     path: Path
     key: str
     header: Header
+    index: int | None = None
+
+    def read(self) -> Tensor:
+        """Read the tensor; it is mapped where its file allows it."""
+        return read_stored(self)
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """Return this tensor of the one that is stored under the key."""
+        return tensor if self.index is None else tensor[self.index]
 
 
 def stored_tensors(folder: Path) -> dict[str, Place]:
@@ -95,7 +104,7 @@ def stored_in(path: Path) -> dict[str, Place]:
 def read_stored(place: Place) -> Tensor:
     """Read one tensor; it is mapped where its file allows it."""
     with opened_file(place.path) as file:
-        return file.get_tensors([place.key])[place.key]
+        return place.select(file.get_tensors([place.key])[place.key])
 
 
 def by_owner(names: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:

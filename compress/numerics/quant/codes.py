@@ -105,6 +105,43 @@ class Codes:
         return self.grid.decode(self.codes, scale, zero).to(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class SourceCodes:
+    """The codes of a weight in the model that a run starts with.
+
+    Attributes:
+        codes: the codes.
+        weight: the weight as it was dequantized, in the dtype of computation.
+    """
+
+    codes: Codes
+    weight: Float[Tensor, "out in"]
+
+    def rows(self, rows: slice) -> SourceCodes:
+        """Return the same for some rows of the weight."""
+        codes = self.codes
+        scale, zero = (t if t is None or len(t) == 1 else t[rows] for t in (codes.scale, codes.zero))
+        assert scale is not None
+        return SourceCodes(replace(codes, codes=codes.codes[rows], scale=scale, zero=zero), self.weight[rows])
+
+    def kept(self, weight: Float[Tensor, "out in"], like: Codes) -> Codes | None:
+        """Return the codes if the weight has not changed and the codes are of the same kind as others; else None.
+
+        Kinds with numbers that all scales share are left out: layers that servers fuse share them, too.
+
+        Args:
+            weight: the present weight, in float32.
+            like: codes of the target grid.
+        """
+        kind, target = (
+            (c.grid, c.group_size, c.rows, c.float_zeros, c.zero is None, c.group_index is None, c.shared is None)
+            for c in (self.codes, like)
+        )
+        if kind != target or like.shared is not None or not torch.equal(self.weight.float(), weight):
+            return None
+        return replace(self.codes, scale=self.codes.scale.to(like.scale.dtype))
+
+
 def spread(
     per_group: Float[Tensor, "out groups"],
     width: int,

@@ -19,9 +19,11 @@ from compress.layers.parts.codes import CodesPart
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
+from compress.numerics.quant.codes import SourceCodes
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.failures import named_failures
 from compress.passes.contract.journal import Journal
+from compress.passes.contract.layers import no_codes
 from compress.passes.contract.memory import STORE_BYTES, PeakMemory, memory_of
 from compress.passes.contract.processes import ALONE, Processes
 
@@ -62,6 +64,7 @@ class Run:
         processes: those that share the calibration sequences and the solving of layers; a pass over the whole model
             sees all sequences in each of them.
         store_bytes: the memory limit of one store of activations.
+        source_codes: returns the codes of a layer, by its full name, in a source that is quantized already, or None.
         inputs_at_once: the most input tensors of a block whose statistics are in memory at once, if they are all
             calibrated on the original block; None: those of all layers.
     """
@@ -84,6 +87,7 @@ class Run:
     processes: Processes = ALONE
     store_bytes: int = STORE_BYTES
     inputs_at_once: int | None = None
+    source_codes: Callable[[str], SourceCodes | None] = no_codes
 
     @property
     def scale_dtype(self) -> torch.dtype:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +18,20 @@ from compress.layers.linear import CompressedLinear, Weight
 from compress.models.structure.links import Group, Link
 from compress.models.structure.permutations import Permutation
 from compress.numerics.histogram import LayerHistograms
-from compress.numerics.quant.codes import Codes
+from compress.numerics.quant.codes import Codes, SourceCodes
 from compress.passes.contract.facts import Log, RequiredSparsity
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.processes import Processes
+
+
+def no_codes(*_: Any) -> None:
+    """Return None: the source has no codes."""
+    return
+
+
+def _rows_of(source: Callable[[], SourceCodes | None], rows: slice) -> SourceCodes | None:
+    codes = source()
+    return None if codes is None else codes.rows(rows)
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Layer:
         unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
         negative_scales: whether the readers of the format take negative scales of integers.
         seed: the seed of the recipe.
+        source: returns the codes that the layer has in a source that is quantized already, or None.
     """
 
     name: str
@@ -51,6 +63,7 @@ class Layer:
     unquantized: Float[Tensor, "out in"] | None = None
     negative_scales: bool = False
     seed: int = 0
+    source: Callable[[], SourceCodes | None] = no_codes
 
     @property
     def generator(self) -> torch.Generator:
@@ -60,7 +73,7 @@ class Layer:
     def of_rows(self, rows: slice) -> Layer:
         """Return the same for some rows of the weight."""
         mask, unquantized = (None if t is None else t[rows] for t in (self.mask, self.unquantized))
-        return replace(self, mask=mask, unquantized=unquantized)
+        return replace(self, mask=mask, unquantized=unquantized, source=partial(_rows_of, self.source, rows))
 
 
 @dataclass(frozen=True)

@@ -305,10 +305,13 @@ class Quantizing(WeightGrid):
         )
 
     def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
-        """Round each weight to the nearest value of the grid; it needs no inputs."""
+        """Round each weight to the nearest value of the grid; it needs no inputs.
+
+        Codes of the source on the same grid stay as they are, with their scales.
+        """
         options = self.grid_options(layer)
         search = "mse" if options.search == "importance" else options.search  # no inputs weigh the columns here
-        return quantize(
+        codes = quantize(
             weight,
             options.grid,
             options.group_size,
@@ -320,6 +323,8 @@ class Quantizing(WeightGrid):
             self.scale_rows,
             options.signed,
         )
+        source = layer.source()
+        return (None if source is None else source.kept(weight, codes)) or codes
 
     def rounding(self, layer: Layer) -> InputRounding | None:
         """Return the rounding of the layer's inputs, or None; a static scale covers the largest calibration input.

@@ -32,6 +32,7 @@ from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import calibrates
 from compress.pipeline.checkpoint import PROBE_FILE, open_folder
+from compress.pipeline.conversions import write_formats
 from compress.pipeline.evaluation import measure
 from compress.pipeline.plan import final_plan, update_plan
 from compress.pipeline.prepare import Job
@@ -145,12 +146,15 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     measured.measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
+    conversions = write_formats(job, reference)
+    measured.failed |= conversions.failed
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     checkpoint = CheckpointFacts(
         size=sizes(folder, job.source_bytes, settled.dense_bytes, settled.checkpoint_bytes, layers),
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
         masked=[name for entry in manifest.shards.values() for name in entry.masked],
+        formats=conversions.records,
     )
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
@@ -162,7 +166,8 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     values["reproduce"]["recipe"] = reproduce.recipe
     report = RunResult.from_json(values)
     result = Result(folder, report.to_json(), run.journal)
-    error = measured.error or quality_error(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
+    limits = None if recipe.eval is None else recipe.eval.fail_if
+    error = measured.error or conversions.error or quality_error(limits, report, str(folder))
     source, schemes = at_commit(recipe.model, opened.commit), manifest.schemes_of(opened).values()
     format_ = recipe.save.target()
     claims = format_.programs_run(schemes), format_.misreadings(schemes)

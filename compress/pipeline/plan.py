@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from compress.pipeline.fitting import (
     verification_notes,
 )
 from compress.pipeline.footprint import Footprint
+from compress.pipeline.formats import further_formats
 from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.rehearsal import rehearse
@@ -83,7 +84,8 @@ class Plan:
     checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
     memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. process_bytes:
     the same in each of several processes of a launcher, which all work if a pass trains; None: only the first works.
-    fit: the memory of each part of the run, and what it does to stay within its limit.
+    fit: the memory of each part of the run, and what it does to stay within its limit. formats: bytes of all tensors of
+    the checkpoint in each further format.
     notes: those of the opened model, then what is stored otherwise than the recipe seems to say, and pruning that
     saves no bytes. timing: the predicted time; None: not measured on this machine yet.
     """
@@ -96,6 +98,12 @@ class Plan:
     process_bytes: int | None = None
     timing: Timing | None = None
     fit: Fit | None = None
+    formats: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all tensors of the checkpoint in all formats."""
+        return self.checkpoint_bytes + sum(self.formats.values())
 
     def groups(self) -> list[LayerGroup]:
         """Return the layers by kind, in the order of the model."""
@@ -127,7 +135,8 @@ class Plan:
         time = None if self.timing is None else self.timing.to_json()
         needs = () if self.fit is None else self.fit.needs
         memory = [{"where": need.where, "bytes": need.size_bytes, "parts": need.parts} for need in needs]
-        return {"layers": layers, **sizes, "memory": memory, "notes": list(self.notes), "time": time}
+        values = {"memory": memory, "notes": list(self.notes), "time": time, "formats": dict(self.formats)}
+        return {"layers": layers, **sizes, **values}
 
 
 def plan(
@@ -155,7 +164,7 @@ def plan(
     resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:
-        check_space(Path(out), planned.checkpoint_bytes)
+        check_space(Path(out), planned.written_bytes)
     notes = (*planned.notes, *rehearse(resolved))
     return replace(planned, notes=notes, timing=timing(resolved, time))
 
@@ -188,7 +197,9 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
     process_bytes = replace(footprint, several=True).peak_bytes() if trains else None
-    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=process_bytes)
+    plans = {other.format.name: plan_on(other, layers) for other, layers in further_formats(resolved, facts)}
+    formats = {name: other.checkpoint_bytes for name, other in plans.items()}
+    planned = replace(planned, dense_bytes=dense, notes=notes, process_bytes=process_bytes, formats=formats)
     return _within(planned, footprint, memory_bytes, strict)
 
 

@@ -43,6 +43,8 @@ from compress.recipe.evaluation import Evaluate
 from compress.recipe.paths import without_folders
 from compress.recipe.tables import ResultTable, Shown
 from compress.report.card import CardFacts, write_card
+from compress.report.names import formats_in
+from compress.report.sections import formats
 from compress.report.sections.size_and_quality import HEAD, rows
 from compress.report.write import write_report
 
@@ -62,6 +64,15 @@ class Result(Shown):
     journal: Journal
 
     @property
+    def folders(self) -> dict[str, Path]:
+        """The folder of the checkpoint in each format of the recipe, the output folder first; empty without report."""
+        if not self.report:
+            return {}
+        measured = self.measured
+        first = formats_in(measured.reproduce.recipe)[0]
+        return {first: self.folder} | {name: self.folder / found.folder for name, found in measured.formats.items()}
+
+    @property
     def measured(self) -> RunResult:
         """The values of `report` as typed objects.
 
@@ -71,11 +82,12 @@ class Result(Shown):
         return RunResult.from_json(self.report)
 
     def tables(self) -> list[ResultTable]:
-        """Return the sizes and the quality before and after."""
+        """Return the sizes and the quality before and after, and the formats if there are several."""
         if not self.report:
             return [ResultTable(f"{self.folder}: rank 0 has the report", (), [])]
         measured = self.measured
-        return [ResultTable(f"{measured.model.source} -> {self.folder}", HEAD, rows(measured))]
+        shown = [ResultTable(f"{measured.model.source} -> {self.folder}", HEAD, rows(measured))]
+        return shown + ([ResultTable("", formats.HEAD, formats.rows(measured))] if measured.formats else [])
 
 
 @dataclass

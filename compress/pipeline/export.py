@@ -69,7 +69,7 @@ def save(
     if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
     run = Run(parameter.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
-    with _new_folder(Path(folder)) as part:
+    with new_folder(Path(folder)) as part:
         digests = digests_of(write_checkpoint(opened, run, part, storage))
         _verify(part, digests, dtype_name(parameter.dtype), parameter.device, Path(folder))
     return Path(folder)
@@ -133,7 +133,7 @@ def check_new_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder; on success it becomes `folder`, on an error it is removed."""
     check_new_folder(folder)
     try:

@@ -21,6 +21,7 @@ from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import answers_prompts, kind_of
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Step
+from compress.recipe.tables import ResultTable
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID, escaped, formats_in, in_code
 from compress.report.sections import formats, size_and_quality
@@ -226,6 +227,44 @@ def write_export_card(
         '## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n' + other_readers,
     ]
     write_text(folder / FILE, "\n\n".join(parts).rstrip() + "\n")
+
+
+@dataclass(frozen=True)
+class ModelFreeFacts:
+    """What the card of a folder states whose tensors were quantized without a model.
+
+    Attributes:
+        source: Hub id or folder.
+        method: The scheme, and how weights were rounded.
+        tables: Quantized and copied tensors.
+        form: The format.
+    """
+
+    source: str
+    method: str
+    tables: Sequence[ResultTable]
+    form: str
+
+
+def write_model_free_card(folder: Path, facts: ModelFreeFacts) -> None:
+    """Write README.md of a folder whose tensors were quantized without a model."""
+    source, _ = split_revision(facts.source)
+    base = {"base_model": source, "base_model_relation": "quantized"} if _on_hub(source) else {}
+    front = {**base, **base_metadata(facts.source), "library_name": PROJECT, "tags": ["compress", facts.form]}
+    name = Path(source).name
+    titles = (f"## {shown.head[0].capitalize()}" for shown in facts.tables)
+    shown = [f"{title}\n\n{table(part.head, part.rows)}" for title, part in zip(titles, facts.tables, strict=True)]
+    sizes = facts.tables[0].title.rpartition(": ")[2]
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {escaped(name)}, compressed",
+        f"{in_code(name)}, quantized by compress {__version__} to {escaped(facts.method)}, tensor by tensor: {sizes}.",
+        "**Nothing was verified by running the model.** It was not built, no text was read, and its quality was not "
+        "measured. The stored codes were read back and are equal to the computed ones. Programs that know the "
+        f"architecture and read format {facts.form} load it; none was run.",
+        *shown,
+    ]
+    write_text(folder / FILE, "\n\n".join(parts) + "\n")
 
 
 def base_metadata(source: str) -> dict[str, Any]:

@@ -76,9 +76,10 @@ def _role(name: str, header: Header, vocabularies: set[int]) -> str | None:
     for role, pattern in ROLES.items():
         if any(re.fullmatch(pattern, part) for part in parts):
             return role
-    if header.shape[0] in vocabularies:
+    rows, width = header.shape
+    if rows in vocabularies:
         return "LM head"
-    return "one row or column" if 1 in header.shape else None
+    return "one row or column" if 1 in (rows, width) else None
 
 
 def _vocabularies(config: Mapping[str, Any]) -> list[int]:

@@ -87,10 +87,11 @@ check-kernels:
 	cmake --build build/check --parallel $(JOBS)
 	build/check/check_kernels build/check/_native.so
 
-# Owners of formats read what compress writes, and the other way; each in an environment of its own in CONFORMANCE.
+# Owners of formats read what compress writes, and the other way; each in its own environment in CONFORMANCE.
+# OWNER="NAME ..." chooses some of tests/conformance/owners.py.
 CONFORMANCE ?= $(HOME)/.cache/compress-conformance
 conformance: $(READY)
-	$(BIN)/python tests/conformance/run.py --cache $(CONFORMANCE) --work out/conformance
+	$(BIN)/python tests/conformance/run.py --cache $(CONFORMANCE) --work out/conformance $(OWNER:%=--owner %)
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/native/src/*)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compress.pipeline.evaluation import evaluate as evaluate
     from compress.pipeline.export import save as save
     from compress.pipeline.finish import Result as Result
+    from compress.pipeline.model_free import quantize_folder as quantize_folder
     from compress.pipeline.oneline import distill as distill
     from compress.pipeline.oneline import prune as prune
     from compress.pipeline.oneline import quantize as quantize
@@ -50,6 +51,7 @@ _HOMES = {
     "prune": "pipeline.oneline",
     "push_to_hub": "pipeline.publish",
     "quantize": "pipeline.oneline",
+    "quantize_folder": "pipeline.model_free",
     "run": "pipeline.run",
     "save": "pipeline.export",
     "sensitivity": "pipeline.sensitivity",

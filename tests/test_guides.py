@@ -48,7 +48,8 @@ def run_command(line: str) -> None:
     words = shlex.split(smaller(line), comments=True)
     if words[:1] not in (["compress"], ["compress-llm"]):
         return
-    if words[1] in ("quantize", "prune", "distill") or (words[1] == "run" and not words[2].endswith(".yaml")):
+    reads_text = words[1] in ("quantize", "prune", "distill") and "--model-free" not in words
+    if reads_text or (words[1] == "run" and not words[2].endswith(".yaml")):
         words += LITTLE_TEXT if "none" in words else LITTLE_TEXT + LITTLE_EVAL
     done = CliRunner().invoke(main, words[1:])
     assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception!r}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -207,12 +207,23 @@ def dense_modules(opened: OpenModel, compressed: set[str], shards: Iterable[Path
     model, shapes = opened.model, {n: p.header.shape for path in shards for n, p in stored_in(path).items()}
     packed = compressed | {name for end in find_ends(model) if end.name in compressed for name in end.names}
     tables = {n for n, module in model.named_modules() if isinstance(module, nn.Embedding | CompressedEmbedding)}
-    names = list(linears(model))
+    return dense_names(linears(model), shapes, packed | tables)
+
+
+def dense_names(linear_names: Iterable[str], shapes: Mapping[str, Sequence[int]], excluded: Set[str]) -> list[str]:
+    """Return the names of all modules that readers may build as linears, from the shapes of stored tensors.
+
+    Args:
+        linear_names: names of linears, also of those whose weight is not stored.
+        shapes: shape of every stored tensor by name.
+        excluded: compressed layers and embeddings.
+    """
+    names = list(linear_names)
     names += [n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2]
     cubes = [n for n, shape in shapes.items() if len(shape) == 3 and not n.endswith(".weight")]
     owners = Counter(name.rpartition(".")[0] for name in cubes if min(shapes[name]) > 1)
     names += [f"{owner}." for owner, count in owners.items() if count == CUBES]
-    return [name for name in dict.fromkeys(names) if name not in packed | tables]
+    return [name for name in dict.fromkeys(names) if name not in excluded]
 
 
 def named_as_stored(

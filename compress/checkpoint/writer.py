@@ -1,14 +1,16 @@
-"""CheckpointWriter: the only code that writes a model to disk.
+"""CheckpointWriter and TensorWriter: the only code that writes a model to disk.
 
 Each finished block becomes one shard of safetensors; `close` adds the tensors outside of blocks, the index, the
 configuration, the tokenizer and the digests. A codec decides what a shard holds: `codec.FormatCodec` the stored form of
-a checkpoint format, `exact.ExactCodec` the exact state of a model between two segments of a run.
+a checkpoint format, `exact.ExactCodec` the exact state of a model between two segments of a run. `TensorWriter` writes
+tensors that no model describes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ from torch import Tensor
 from compress.checkpoint.caches import policy_entries, stated_policy
 from compress.checkpoint.checkpoint import MASKED_KEY
 from compress.checkpoint.codec import Codec, Outside, ShardContent, ShardEntry, layer_schemes
-from compress.checkpoint.containers.digests import write_digests
-from compress.checkpoint.containers.files import RESUMES, reason_of, write_json, write_text
-from compress.checkpoint.containers.safetensors import INDEX, shard_name, write_shard
+from compress.checkpoint.containers.digests import LOADED, write_digests
+from compress.checkpoint.containers.files import RESUMES, atomic, reason_of, write_json, write_text
+from compress.checkpoint.containers.safetensors import INDEX, Header, shard_name, write_shard, write_streamed
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import check_together, dense_modules, named_as_stored
@@ -131,10 +133,7 @@ class CheckpointWriter:
         digests = {entry.file: entry.sha256 for entry in self.shards.values()}
         weight_files = [*digests, INDEX]
         if assembled is None:
-            weight_map = {name: entry.file for entry in self.shards.values() for name in entry.names}
-            total = sum(entry.size_bytes for entry in self.shards.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            write_json(self.staging / INDEX, index)
+            _write_index(self.staging, self.shards.values())
         else:
             weight_files = [str(format_.file)]
             digests = {str(format_.file): assembled}
@@ -166,6 +165,66 @@ class CheckpointWriter:
         if masked:
             config[MASKED_KEY] = masked
         return config
+
+
+def _write_index(folder: Path, shards: Collection[ShardEntry]) -> None:
+    """Write the file that names the shard of every tensor."""
+    weight_map = {name: entry.file for entry in shards for name in entry.names}
+    total = sum(entry.size_bytes for entry in shards)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+@dataclass
+class TensorWriter:
+    """Write a folder of tensors without a model: its class need not exist, and one tensor is in memory at a time.
+
+    Attributes:
+        folder: an empty folder.
+        shards: records of the shards.
+    """
+
+    folder: Path
+    shards: list[ShardEntry] = field(default_factory=list)
+
+    def add(
+        self, number: int, count: int, headers: Mapping[str, Header], tensors: Iterable[tuple[str, Tensor]]
+    ) -> ShardEntry:
+        """Write shard `number` (from 1) of `count`.
+
+        Args:
+            headers: dtype and shape of every tensor by name.
+            tensors: (name, tensor); each may be freed when the next one is asked for.
+
+        Raises:
+            SaveError: if writing fails.
+        """
+        file = shard_name(number, count)
+        digest = write_streamed(self.folder / file, headers, tensors)
+        size = sum(header.size_bytes for header in headers.values())
+        self.shards.append(ShardEntry(file, digest, list(headers), size))
+        return self.shards[-1]
+
+    def close(self, config: Mapping[str, Any], copied: Mapping[str, Path], texts: Mapping[str, str]) -> None:
+        """Write the index, config.json, other files and the digests of all files that are loaded.
+
+        Args:
+            config: the content of config.json.
+            copied: files that are copied, by their relative paths.
+            texts: further files by name.
+
+        Raises:
+            SaveError: if writing fails.
+        """
+        _write_index(self.folder, self.shards)
+        write_json(self.folder / "config.json", config)
+        for name, path in copied.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with atomic(self.folder / name) as part:
+                shutil.copyfile(path, part)
+        for name, text in texts.items():
+            write_text(self.folder / name, text)
+        loaded = [path.name for path in self.folder.iterdir() if path.suffix in LOADED]
+        write_digests(self.folder, loaded, {entry.file: entry.sha256 for entry in self.shards})
 
 
 def write_probe(path: Path, probe: Mapping[str, Tensor], logits: Tensor) -> None:

@@ -10,6 +10,7 @@ import click
 
 from compress.cli.complete import complete_pruning, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
+from compress.cli.model_free import check_model_free, quantize_tensors
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import echo, print_json, print_plan, print_report
 from compress.recipe.shipped import find_recipe
@@ -79,6 +80,13 @@ def run(
 )
 @click.option("--bits", type=click.IntRange(2, 8), help="Instead of a scheme: GPTQ to integers of so many bits.")
 @click.option("--group-size", type=click.IntRange(min=1), help="With --bits: weights that share a scale.")
+@click.option(
+    "--model-free",
+    is_flag=True,
+    help="Round the tensors of a folder to nearest, one by one, without the class of the model and without text.",
+)
+@click.option("--targets", multiple=True, metavar="PATTERN", help="With --model-free: linears to quantize; repeatable.")
+@click.option("--ignore", multiple=True, metavar="PATTERN", help="With --model-free: linears to leave; repeatable.")
 @recipe_options
 @output_options
 def quantize(
@@ -86,6 +94,9 @@ def quantize(
     scheme: str | None,
     bits: int | None,
     group_size: int | None,
+    model_free: bool,
+    targets: tuple[str, ...],
+    ignore: tuple[str, ...],
     out: Path | None,
     overwrite: bool,
     memory: str | None,
@@ -101,6 +112,16 @@ def quantize(
         raise click.UsageError("write --scheme, such as --scheme W4A16, or --bits, such as --bits 4 --group-size 128")
     if group_size is not None and bits is None:
         raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
+    if model_free:
+        ineffective = {**options, "overwrite": overwrite, "memory": memory, "push-to-hub": push_to_hub}
+        check_model_free(ineffective)
+        values = {"bits": bits, "group_size": group_size, "targets": targets or ("*",), "ignore": ignore}
+        quantize_tensors(model, scheme, out, values | {"device": options["device"] or "cpu"}, as_json)
+        return
+    if targets or ignore:
+        raise click.UsageError(
+            "--targets and --ignore are options of --model-free; write --set passes.0.gptq.ignore=[PATTERN] for a pass"
+        )
     data, folder = starts.quantize_line(model, scheme, bits, group_size)
     _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
 

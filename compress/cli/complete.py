@@ -55,6 +55,13 @@ def complete_scheme(context: Any, parameter: Any, incomplete: str) -> list[Compl
     return starting_with(incomplete, _names_of("recipe/presets", ".yaml"))
 
 
+def complete_format(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a checkpoint format."""
+    from compress.checkpoint.formats import CLASSES
+
+    return starting_with(incomplete, CLASSES)
+
+
 def complete_suite(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
     """Complete the name of a suite, or the path of a YAML file."""
     return starting_with(incomplete, _names_of("recipe/suites", ".yaml")) + _yaml_files(incomplete)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from compress.cli.complete import complete_format
 from compress.cli.group import without_collection
 from compress.cli.show import echo, print_json, print_table
 from compress.recipe.tables import ResultTable
@@ -14,7 +15,13 @@ from compress.recipe.tables import ResultTable
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--format", "form", required=True, help="Format to write, as save.format of a recipe.")
+@click.option(
+    "--format",
+    "form",
+    required=True,
+    shell_complete=complete_format,
+    help="Format to write, as save.format of a recipe.",
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder, new or empty.")
 @click.option("--requantize", is_flag=True, help="Round weights again where the format cannot store their codes.")
 @click.option("--dtype", default="auto", help="Dtype of dense tensors; auto: that of the checkpoint.")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from compress.cli.complete import complete_compute, complete_recipe
+from compress.cli.complete import complete_compute, complete_format, complete_recipe
 from compress.errors import RecipeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,6 +64,14 @@ SETTINGS = (
         "--device", shell_complete=complete_compute, help="Device of computation: auto, cpu, cuda, or cuda:N."
     ),
     click.option("--dtype", help="Dtype of computation: auto, float32, bfloat16 or float16."),
+    click.option(
+        "--format",
+        "formats",
+        multiple=True,
+        shell_complete=complete_format,
+        metavar="FORMAT",
+        help="Format of the checkpoint; repeated: also in these formats, each in a folder of its name inside.",
+    ),
     click.option("--calibration", metavar="SOURCE", help="Calibration text: a name, or a .txt, .jsonl or .npy file."),
     click.option("--self-share", metavar="SHARE", help="Share of the calibration that the model samples, or auto."),
     click.option(
@@ -122,6 +130,7 @@ def settings_of(
     sets: tuple[str, ...],
     texts: tuple[str, ...],
     limits: tuple[str, ...] = (),
+    formats: tuple[str, ...] = (),
     **values: str | None,
 ) -> list[Any]:
     """Return the settings that the options of `recipe_options` state, in the order in which they apply: --set last.
@@ -130,6 +139,7 @@ def settings_of(
         sets: Values of --set.
         texts: Values of --eval.
         limits: Values of --fail-if.
+        formats: Values of --format.
         values: Values of --model, --device, --dtype, --calibration and --self-share; None for an option without one.
     """
     from compress.recipe.settings import Setting, read_setting
@@ -140,6 +150,9 @@ def settings_of(
         for name in ("model", "device", "dtype")
         if name in stated
     ]
+    if formats:
+        spelled = " ".join(f"--format {name}" for name in formats)
+        settings.append(Setting(("save", "format"), formats[0] if len(formats) == 1 else list(formats), spelled))
     if (calibration := stated.get("calibration")) is not None:
         settings.append(Setting(("calibration", "source"), calibration, f"--calibration {calibration}", OF_A_TEXT))
     if (share := stated.get("self_share")) is not None:

@@ -97,17 +97,21 @@ def _print_boxed(table: ResultTable, width: int) -> None:
 def print_report(values: dict[str, Any], folder: Path) -> None:
     """Print the evidence of a run."""
     from compress.evaluation.result import RunResult
-    from compress.report.sections import checks, journal, size_and_quality, time_and_memory
+    from compress.report.sections import checks, formats, journal, size_and_quality, time_and_memory
 
     report = RunResult.from_json(values)
     title = f"{report.model.source} -> {folder}"
     print_table(ResultTable(title, size_and_quality.HEAD, size_and_quality.rows(report)))
     print_table(ResultTable("", time_and_memory.HEAD, time_and_memory.rows(report)))
+    if report.formats:
+        print_table(ResultTable("", formats.HEAD, formats.rows(report)))
     if report.reading is not None:
         echo(time_and_memory.disk_time(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
         echo(line)
     echo(f"checkpoint sha256: {report.checkpoint_sha256}")
+    for line in formats.digests(report):
+        echo(line)
     if (folder / "report.html").exists():  # writing it may have failed
         echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
 
@@ -133,6 +137,8 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
     for note in planned.notes:
         echo(f"note: {note}")
     echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
+    for name, size in planned.formats.items():
+        echo(f"converted to {name}: {size} bytes of tensors, in the folder {name} inside")
     process_bytes = planned.process_bytes
     several = (
         "" if process_bytes is None else f"; {process_bytes / 1e6:.0f} MB in each process, if a launcher starts several"

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
 from compress.checkpoint.opened import OpenModel
 from compress.data.ids import TextUse
 from compress.data.overlap import CalibrationRuns
-from compress.evaluation.result import Predicted, Reproduction, RunResult, Sizes, Verification
+from compress.evaluation.result import FormatResult, Predicted, Reproduction, RunResult, Sizes, Verification
 from compress.native.library import instruction_set
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
@@ -46,12 +46,14 @@ class CheckpointFacts:
         predicted: The prediction of the plan.
         verified: Its comparison with the computed model.
         masked: Full names of linears with pruned weights.
+        formats: The checkpoint in further formats.
     """
 
     size: Sizes
     predicted: Predicted
     verified: Verification
     masked: Sequence[str]
+    formats: Mapping[str, FormatResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def run_result(
         "size": checkpoint.size,
         "layers": passes.layers,
         "masked": list(checkpoint.masked),
+        "formats": dict(checkpoint.formats),
         "costs": run.costs,
         "training": passes.training,
         "reading": asdict(opened.weights.reading),
@@ -107,7 +110,7 @@ def run_result(
         "journal": {"counts": run.journal.counts(), "entries": run.journal.entries},
         "reproduce": reproduce,
         "files": files,
-        "checkpoint_sha256": hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode()).hexdigest(),
+        "checkpoint_sha256": digest_of_files(files),
     }
     return RunResult.from_json(values | dict(evaluations))
 
@@ -186,6 +189,11 @@ def checkpoint_files(folder: Path) -> dict[str, str]:
     """Return the sha256 of every file of the checkpoint by file name, without `DESCRIPTIONS`."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in DESCRIPTIONS)
     return {name: file_sha256(folder / name) for name in names}
+
+
+def digest_of_files(files: Mapping[str, str]) -> str:
+    """Return one digest of the sha256 of files by name."""
+    return hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode()).hexdigest()
 
 
 def _version(package: str) -> str | None:

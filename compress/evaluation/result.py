@@ -178,6 +178,51 @@ class Verification(Record):
     skipped: str | None
 
 
+class ConvertedLayers(Record):
+    """The layers of one kind in a further format: equal names but for numbers, and equal schemes.
+
+    Attributes:
+        name: Their name, with `*` for numbers.
+        before: Scheme in the first format.
+        after: Scheme in the further format.
+        count: Number of layers.
+        error: ||W - W'|| / ||W|| over all of them; 0: lossless.
+    """
+
+    name: str
+    before: str
+    after: str
+    count: int
+    error: float
+
+
+class FormatResult(Record):
+    """The checkpoint in a further format, which was converted from that of the first format.
+
+    Attributes:
+        folder: Its folder, inside of the output folder; the name of the format.
+        tensor_bytes: Bytes of its tensors.
+        checkpoint_bytes: Bytes of its weight files.
+        layers: A row for each kind of layers.
+        verified: Its comparison with the converted model.
+        files: sha256 of each of its files.
+        checkpoint_sha256: One digest of all files.
+    """
+
+    folder: str
+    tensor_bytes: int
+    checkpoint_bytes: int
+    layers: list[ConvertedLayers]
+    verified: Verification
+    files: dict[str, str]
+    checkpoint_sha256: str
+
+    @property
+    def rounded(self) -> list[ConvertedLayers]:
+        """The layers whose weights differ from those of the first format."""
+        return [row for row in self.layers if row.error]
+
+
 class JournalRecord(Record):
     """The journal of a run: its entries, and their number by kind."""
 
@@ -247,7 +292,9 @@ class RunResult(Measurements):
         masked: Full names of linears with pruned weights.
         sensitivity: Sensitivities of the base model, if the folder has a file of `compress sensitivity`.
         reading: Reading of weights from the disk.
-        failed: The reason by the key of an evaluator that failed; what follows it was not measured.
+        failed: The reason by the key of an evaluator that failed; what follows it was not measured. Also of a format
+            that could not be written.
+        formats: The checkpoint in further formats, by the name of the format.
     """
 
     compress: str
@@ -266,6 +313,7 @@ class RunResult(Measurements):
     sensitivity: Sensitivities | None = None
     reading: DiskReading | None = None
     failed: dict[str, str] = {}
+    formats: dict[str, FormatResult] = {}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunResult:

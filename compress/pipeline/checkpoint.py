@@ -64,6 +64,7 @@ class Manifest:
     training: the report's records of training passes. reached: the last complete snapshot. begun: the unfinished
     snapshot of the next segment. code: digests of the code of the run (`provenance.code_of`). files: the size of every
     file that the run has put into the folder, or is about to, by name. inputs: the other inputs of the fingerprint.
+    formats: the record of each further format that is complete and verified, as plain values of a `FormatResult`.
     """
 
     folder: Path
@@ -77,6 +78,7 @@ class Manifest:
     code: dict[str, str] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
+    formats: dict[str, Any] = field(default_factory=dict)
 
     @property
     def state(self) -> str:

@@ -6,14 +6,13 @@ of all checks are raised together. A new check is a function, and its name in `C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.errors import TargetError
 from compress.models.kinds.kinds import objective_of
 from compress.models.structure.ends import find_ends
 from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.problems import for_all
+from compress.pipeline.formats import Check, check_formats
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.needs import check_original, check_teachers
 from compress.pipeline.notes import (
@@ -29,8 +28,6 @@ from compress.pipeline.reference import note_on_reference
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts, texts_of
-
-Check = Callable[[ResolvedRecipe, ModelFacts], Sequence[str]]
 
 
 def check_cache(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
@@ -68,6 +65,15 @@ def check_evaluation(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, 
     return resolved.fitted
 
 
+OF_A_FORMAT: tuple[Check, ...] = (check_cache, check_reader, misread_notes, check_servers)
+"""The checks of each further format."""
+
+
+def check_further_formats(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Check each further format, and return its notes with its name."""
+    return check_formats(resolved, facts, OF_A_FORMAT)
+
+
 CHECKS: tuple[Check, ...] = (
     check_cache,
     check_end_types,
@@ -82,6 +88,7 @@ CHECKS: tuple[Check, ...] = (
     pass_notes,
     transform_notes,
     check_servers,
+    check_further_formats,
     check_evaluation,
 )
 """All checks, in the order of their notes."""

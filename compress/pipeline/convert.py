@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.blockwise.quantized_embeddings import quantized_embeddings
@@ -17,8 +16,9 @@ from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.save import compressed_layers
 from compress.errors import TargetError, UserError, did_you_mean
-from compress.layers.linear import CompressedLinear, kind_of, linears
+from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
@@ -78,69 +78,96 @@ def export(
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
     check_new_folder(Path(out))
     model, tokenizer = load(folder, dtype, "cpu", trust_remote_code)
-    form = FORMATS[format].stored_in(next(model.parameters()).dtype)
-    layers = {n: m for n, m in linears(model).items() if isinstance(m, CompressedLinear) and not m.scheme.plain}
-    if not layers:
+    storage = next(model.parameters()).dtype
+    form = FORMATS[format].stored_in(storage)
+    if not coded_layers(model):
         raise TargetError(
             f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
         )
-    plan = _Plan(form, requantize, model, layers, next(model.parameters()).dtype)
-    exported = plan.convert() + _rounded_ends(model, tokenizer, form)
+    exported = convert(model, Conversion(form, requantize), storage)
+    exported += rounded_ends(OpenModel.in_memory(model, tokenizer), Run(torch.device("cpu"), storage, format=form))
     save(model, out, format, tokenizer, dtype)
-    rows = [(line.name, line.before, line.after, line.count, line.error) for line in exported]
-    programs = form.programs_run([layer.scheme for layer in layers.values()])
-    write_export_card(Path(out), str(folder), format, rows, programs)
+    programs = form.programs_run([layer.scheme for layer in coded_layers(model).values()])
+    write_export_card(Path(out), str(folder), format, table_rows(exported), programs)
     return exported
 
 
-@dataclass
-class _Plan:
-    """The conversion of the layers of a model, in place."""
+def coded_layers(model: nn.Module) -> dict[str, CompressedLinear]:
+    """Return the layers of a model that are not stored as one dense weight, the embedding and the LM head included."""
+    return {name: layer for name, layer in compressed_layers(model).items() if not layer.scheme.plain}
+
+
+def table_rows(exported: Sequence[Exported]) -> list[tuple[str, str, str, int, float]]:
+    """Return the rows of a card: name, scheme before, scheme after, number and relative weight error."""
+    return [(line.name, line.before, line.after, line.count, line.error) for line in exported]
+
+
+def convert(model: PreTrainedModel, conversion: Conversion, storage: torch.dtype) -> list[Exported]:
+    """Convert the layers of a model in place to schemes that a format stores; returns their kinds.
+
+    storage: the dtype of scales, unless the format fixes theirs.
+
+    Raises TargetError for a layer that the format cannot store.
+    """
+    layers = coded_layers(model)
+    for layer in layers.values():
+        _without_constant_zeros(layer)
+    targets = conversion.targets({name: layer.scheme for name, layer in layers.items()})
+    errors: dict[tuple[str, str, str], _Error] = {}
+    for name, layer in layers.items():
+        conversion.convert(name, layer, targets[name], storage, errors)
+    return [
+        Exported(name, old_scheme, new_scheme, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
+        for (name, old_scheme, new_scheme), error in errors.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The conversion of layers to a format.
+
+    Attributes:
+        form: the format.
+        requantize: whether weights are rounded again where the format cannot store their codes.
+        rescale: whether codes are rounded again where the format fixes a dtype that cannot represent their scales.
+        label: the beginning of errors.
+        remedy: the end of errors, besides the formats that store all layers.
+    """
 
     form: Format
-    requantize: bool
-    model: PreTrainedModel
-    layers: Mapping[str, CompressedLinear]
-    storage: torch.dtype
-    errors: dict[tuple[str, str, str], _Error] = field(default_factory=dict)
+    requantize: bool = False
+    rescale: bool = False
+    label: str = "export"
+    remedy: str = "To round the weights again, add requantize"
 
-    def convert(self) -> list[Exported]:
-        """Convert all layers, and return their kinds."""
-        for layer in self.layers.values():
-            _without_constant_zeros(layer)
-        targets = self._targets()
-        for name, layer in self.layers.items():
-            self._convert(name, layer, targets[name])
-        return [
-            Exported(name, old_scheme, new_scheme, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
-            for (name, old_scheme, new_scheme), error in self.errors.items()
-        ]
+    def targets(self, schemes: Mapping[str, LayerScheme]) -> dict[str, LayerScheme]:
+        """Return the schemes of layers in the format, by name.
 
-    def _targets(self) -> dict[str, LayerScheme]:
-        """Return the scheme of every layer in the new format. Raises TargetError."""
-        schemes = {name: layer.scheme for name, layer in self.layers.items()}
-        schemes |= {name: fine for name, scheme in schemes.items() if (fine := self._split(scheme)) is not None}
-        refused = {name: reason for name, scheme in schemes.items() if (reason := self._refuses(scheme)) is not None}
-        clash = None if refused else self._clash(schemes)
+        Args:
+            schemes: of the layers before the conversion.
+
+        Raises:
+            TargetError: for a layer that the format cannot store, unless weights are rounded again.
+        """
+        fitting = {name: self._split(scheme) or scheme for name, scheme in schemes.items()}
+        reasons = {name: self.form.refuses(scheme) for name, scheme in fitting.items()}
+        refused = {name: reason for name, reason in reasons.items() if reason is not None}
+        clash = None if refused else self._clash(fitting)
         if not refused and clash is None:
-            return schemes
+            return fitting
         if not self.requantize:
             prefix = "" if not refused else f"{next(iter(refused))}: "
             reason = clash or next(iter(refused.values()))
-            raise TargetError(f"export: {prefix}{reason}. {self._lossless(schemes)}")
-        nearest = {name: self._nearest(schemes[name]) if name in refused else schemes[name] for name in schemes}
+            raise TargetError(f"{self.label}: {prefix}{reason}. {self._lossless(schemes)}{self.remedy}")
+        nearest = {name: self._nearest(fitting[name]) if name in refused else fitting[name] for name in fitting}
         if self._clash(nearest) is not None:
-            nearest = self._one_for_all(schemes)
+            nearest = self._one_for_all(fitting)
         return nearest
-
-    def _refuses(self, scheme: LayerScheme) -> str | None:
-        """Why the format cannot store a layer; dense formats store every weight."""
-        return self.form.refuses(scheme)
 
     def _split(self, scheme: LayerScheme) -> LayerScheme | None:
         """Return the codes in the largest smaller groups that the format stores; None if there are none, or no need."""
         codes = scheme.codes
-        if codes is None or self._refuses(scheme) is None or codes.grid.scaling.stored is not None:
+        if codes is None or self.form.refuses(scheme) is None or codes.grid.scaling.stored is not None:
             return None
         width = scheme.shape[1]
         current_size = codes.group_size if isinstance(codes.group_size, int) else width
@@ -150,7 +177,7 @@ class _Plan:
             if n < current_size and current_size % n == 0
         )
         candidates = (scheme.with_parts(smaller) for smaller in finer)
-        return None if codes.indexed else next((new for new in candidates if self._refuses(new) is None), None)
+        return None if codes.indexed else next((new for new in candidates if self.form.refuses(new) is None), None)
 
     def _clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
         adapted = {name: self.form.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
@@ -160,11 +187,11 @@ class _Plan:
         """Return the formats that store all layers as they are."""
         able = []
         for name, format_ in FORMATS.items():
-            plan = replace(self, form=format_)
-            stored = {name: plan._split(scheme) or scheme for name, scheme in schemes.items()}
-            if not any(format_.refuses(scheme) for scheme in stored.values()) and plan._clash(stored) is None:
+            other = replace(self, form=format_)
+            stored = {name: other._split(scheme) or scheme for name, scheme in schemes.items()}
+            if not any(format_.refuses(scheme) for scheme in stored.values()) and other._clash(stored) is None:
                 able.append(name)
-        return f"Lossless formats: {', '.join(able)}. To round the weights again, add requantize"
+        return f"Lossless formats: {', '.join(able)}. "
 
     def _candidates(self, scheme: LayerScheme) -> list[LayerScheme]:
         """Return schemes of one part of codes that the format stores, the nearest to a layer's own first."""
@@ -191,8 +218,8 @@ class _Plan:
         candidates = self._candidates(scheme)
         if not candidates:
             raise TargetError(
-                f"export: format {self.form.name} stores no codes for layers of {scheme.shape[0]} x {scheme.shape[1]}; "
-                "use format: native, or dense"
+                f"{self.label}: format {self.form.name} stores no codes for layers of {scheme.shape[0]} x "
+                f"{scheme.shape[1]}; use format: native, or dense"
             )
         return candidates[0]
 
@@ -202,10 +229,23 @@ class _Plan:
             targets = {name: LayerScheme(old.shape, new.parts, new.transforms) for name, old in schemes.items()}
             if not any(self.form.refuses(scheme) for scheme in targets.values()) and self._clash(targets) is None:
                 return targets
-        raise TargetError(f"export: no scheme of format {self.form.name} fits all layers; use format: native, or dense")
+        raise TargetError(
+            f"{self.label}: no scheme of format {self.form.name} fits all layers; use format: native, or dense"
+        )
 
-    def _convert(self, name: str, layer: CompressedLinear, target: LayerScheme) -> None:
-        """Convert one layer, and add its error to those of its kind."""
+    def convert(
+        self,
+        name: str,
+        layer: CompressedLinear,
+        target: LayerScheme,
+        storage: torch.dtype,
+        errors: dict[tuple[str, str, str], _Error],
+    ) -> None:
+        """Convert one layer, and add its error to those of its kind.
+
+        Raises:
+            TargetError: for scales that the format cannot represent.
+        """
         scheme = layer.scheme
         split = target == self._split(scheme)
         if target.parts != scheme.parts and not split:
@@ -213,27 +253,27 @@ class _Plan:
         original_weight = layer.weight_as(torch.float32)
         if split:
             layer.put(_in_groups(layer.codes, target), layer.mask)
-            self._check_scales(name, layer)
+            self._check_scales(name, layer, storage)
         elif target != scheme:
-            _requantize(layer, target, self.form.scales_in(self.storage))
+            _requantize(layer, target, self.form.scales_in(storage))
         elif self.form.adapt(scheme) is not None:
-            self._check_scales(name, layer)
+            self._check_scales(name, layer, storage)
         new_weight = layer.weight_as(torch.float32)
         stored = self.form.adapt(layer.scheme)
         text = "dense" if stored is None else stored.text
         kind = kind_of(name), scheme.text, text
-        error = self.errors.setdefault(kind, _Error())
+        error = errors.setdefault(kind, _Error())
         error.difference += float((new_weight - original_weight).double().square().sum())
         error.norm += float(original_weight.double().square().sum())
         error.count += 1
 
-    def _check_scales(self, name: str, layer: CompressedLinear) -> None:
+    def _check_scales(self, name: str, layer: CompressedLinear, storage: torch.dtype) -> None:
         """Convert the scales to the dtype of the format; codes are rounded again where this changes scales.
 
         A format that fixes the dtype of scales rounds them, and the codes stay. Raises TargetError if codes must be
         rounded again, but that is not asked for.
         """
-        part, dtype = layer.codes, self.form.scales_in(self.storage)
+        part, dtype = layer.codes, self.form.scales_in(storage)
         if part is None or part.grid.scaling.stored is not None or part.scale.dtype == dtype:
             return
         stored = part.in_storage(dtype)
@@ -243,11 +283,13 @@ class _Plan:
             layer.put(_rounded_again(part, stored))
         elif self.form.scale_dtype is not None and _nearly_equal(stored.scale, part.scale):
             layer.put(stored)
+        elif self.rescale:
+            layer.put(_rounded_again(part, stored))
         else:
             larger = "" if self.form.scale_dtype is not None else "use dtype float32, or "
             raise TargetError(
-                f"export: {name}: its scales are {part.scale.dtype}, which {dtype}, the dtype of scales in format "
-                f"{self.form.name}, cannot represent; {larger}add requantize to round its weights again"
+                f"{self.label}: {name}: its scales are {part.scale.dtype}, which {dtype}, the dtype of scales in "
+                f"format {self.form.name}, cannot represent; {larger}add requantize to round its weights again"
             )
 
 
@@ -306,12 +348,11 @@ def _in_groups(part: CodesPart | None, target: LayerScheme) -> CodesPart:
     return CodesPart.of(replace(codes, scale=regrouped(codes.scale), zero=zero, group_size=size))
 
 
-def _rounded_ends(model: PreTrainedModel, tokenizer: Any, form: Format) -> list[Exported]:
-    """Return a line for each dense embedding and head that the format rounds."""
-    parameter, exported = next(model.parameters()), []
-    opened = OpenModel.in_memory(model, tokenizer)
-    for name, part in quantized_embeddings(opened, Run(parameter.device, parameter.dtype, format=form)).items():
-        weight = model.get_parameter(name).detach().double()
+def rounded_ends(opened: OpenModel, run: Run) -> list[Exported]:
+    """Return a line for each dense embedding and LM head that the format of a run rounds."""
+    exported = []
+    for name, part in quantized_embeddings(opened, run).items():
+        weight = opened.model.get_parameter(name).detach().double()
         error = float((part.dense(torch.float32).double() - weight).norm() / weight.norm().clamp(min=1e-30))
         exported.append(Exported(name.removesuffix(".weight"), "dense", part.scheme.text, 1, error))
     return exported

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.blockwise.install import adapt, adapt_block
 from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.blockwise.reference import twin
-from compress.checkpoint.codec import FormatCodec, Outside
+from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry
 from compress.checkpoint.containers.files import check_writable, reason_of
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.load import load
@@ -69,16 +69,39 @@ def save(
     if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
     run = Run(parameter.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
-    with _new_folder(Path(folder)) as part:
-        codec = FormatCodec(run.format, storage, run.sparse)
-        writer = CheckpointWriter(opened, codec, part, part)
-        for block in opened.blocks:
-            writer.add(_block_to_write(block, opened, run))
-        for name in writer.close(run.format, _outside_to_write(opened, run), storage):
-            (part / name).unlink()
-        digests = {name: digest for entry in writer.shards.values() for name, digest in entry.digests.items()}
+    with new_folder(Path(folder)) as part:
+        digests = digests_of(write_checkpoint(opened, run, part, storage))
         _verify(part, digests, dtype_name(parameter.dtype), parameter.device, Path(folder))
     return Path(folder)
+
+
+def write_checkpoint(opened: OpenModel, run: Run, folder: Path, dtype: torch.dtype) -> dict[str, ShardEntry]:
+    """Write a model in memory to a folder; the model does not change.
+
+    Args:
+        opened: the model.
+        run: with the format, the storage dtype and the policy for sparse weights.
+        folder: an empty folder, or one that does not exist.
+        dtype: the dtype of computation that config.json states.
+
+    Returns:
+        The records of the shards.
+
+    Raises:
+        TargetError: for a layer that the format cannot store.
+        SaveError: if writing fails.
+    """
+    writer = CheckpointWriter(opened, FormatCodec(run.format, run.storage, run.sparse), folder, folder)
+    for block in opened.blocks:
+        writer.add(_block_to_write(block, opened, run))
+    for name in writer.close(run.format, _outside_to_write(opened, run), dtype):
+        (folder / name).unlink()
+    return writer.shards
+
+
+def digests_of(shards: Mapping[str, ShardEntry]) -> dict[str, str]:
+    """Return the sha256 of every compressed layer by name, from the records of shards."""
+    return {name: digest for entry in shards.values() for name, digest in entry.digests.items()}
 
 
 def _check(format_: str, dtype: str, sparse: SparsePolicy) -> None:
@@ -110,7 +133,7 @@ def check_new_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder; on success it becomes `folder`, on an error it is removed."""
     check_new_folder(folder)
     try:

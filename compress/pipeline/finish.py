@@ -32,6 +32,7 @@ from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import calibrates
 from compress.pipeline.checkpoint import PROBE_FILE, open_folder
+from compress.pipeline.conversions import write_formats
 from compress.pipeline.evaluation import measure
 from compress.pipeline.plan import final_plan, update_plan
 from compress.pipeline.prepare import Job
@@ -42,6 +43,8 @@ from compress.recipe.evaluation import Evaluate
 from compress.recipe.paths import without_folders
 from compress.recipe.tables import ResultTable, Shown
 from compress.report.card import CardFacts, write_card
+from compress.report.names import formats_in
+from compress.report.sections import formats
 from compress.report.sections.size_and_quality import HEAD, rows
 from compress.report.write import write_report
 
@@ -61,6 +64,15 @@ class Result(Shown):
     journal: Journal
 
     @property
+    def folders(self) -> dict[str, Path]:
+        """The folder of the checkpoint in each format of the recipe, the output folder first; empty without report."""
+        if not self.report:
+            return {}
+        measured = self.measured
+        first = formats_in(measured.reproduce.recipe)[0]
+        return {first: self.folder} | {name: self.folder / found.folder for name, found in measured.formats.items()}
+
+    @property
     def measured(self) -> RunResult:
         """The values of `report` as typed objects.
 
@@ -70,11 +82,12 @@ class Result(Shown):
         return RunResult.from_json(self.report)
 
     def tables(self) -> list[ResultTable]:
-        """Return the sizes and the quality before and after."""
+        """Return the sizes and the quality before and after, and the formats if there are several."""
         if not self.report:
             return [ResultTable("", ("folder", "report"), [(str(self.folder), "in the process of rank 0")])]
         measured = self.measured
-        return [ResultTable(f"{measured.model.source} -> {self.folder}", HEAD, rows(measured))]
+        shown = [ResultTable(f"{measured.model.source} -> {self.folder}", HEAD, rows(measured))]
+        return shown + ([ResultTable("", formats.HEAD, formats.rows(measured))] if measured.formats else [])
 
 
 @dataclass
@@ -146,12 +159,15 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     measured.measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
+    conversions = write_formats(job, reference)
+    measured.failed |= conversions.failed
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     checkpoint = CheckpointFacts(
         size=sizes(folder, job.source_bytes, settled.dense_bytes, settled.checkpoint_bytes, layers),
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
         masked=[name for entry in manifest.shards.values() for name in entry.masked],
+        formats=conversions.records,
     )
     rows = [row for name in [*(b.name for b in opened.blocks), OUTSIDE] for row in manifest.shards[name].results]
     passes, digests = PassRecords(rows, manifest.training), (manifest.fingerprint, manifest.code)
@@ -163,7 +179,8 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     values["reproduce"]["recipe"] = reproduce.recipe
     report = RunResult.from_json(values)
     result = Result(folder, report.to_json(), run.journal)
-    error = measured.error or quality_error(None if recipe.eval is None else recipe.eval.fail_if, report, str(folder))
+    limits = None if recipe.eval is None else recipe.eval.fail_if
+    error = measured.error or conversions.error or quality_error(limits, report, str(folder))
     source, schemes = at_commit(recipe.model, opened.commit), manifest.schemes_of(opened).values()
     format_ = recipe.save.target()
     claims = format_.programs_run(schemes), format_.misreadings(schemes)

@@ -60,15 +60,34 @@ def check_folder(folder: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise OutputError when the disk is too small for a checkpoint of `needed` bytes; shards that exist count."""
+    """Raise OutputError when the disk is too small for checkpoints of `needed` bytes; files that exist count."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    existing_bytes = tensor_file_bytes(folder)
+    existing_bytes = sum(map(tensor_file_bytes, (folder, *(path for path in folder.glob("*") if path.is_dir()))))
     free = shutil.disk_usage(place).free + existing_bytes
     if free < needed:
         raise OutputError(
             f"{folder}: the checkpoint takes {needed / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free; choose "
             "another folder, or free disk space"
         )
+
+
+def check_inner_folders(folder: Path, names: Iterable[str], files: Mapping[str, int]) -> None:
+    """Raise OutputError for a folder inside of the output folder that holds files of the user, or that is no folder.
+
+    Args:
+        folder: the output folder.
+        names: names of the folders inside.
+        files: the files that the run has written, by name.
+    """
+    for name in names:
+        path = folder / name
+        inner = [child.relative_to(folder).as_posix() for child in path.rglob("*") if not child.is_dir()]
+        theirs = sorted(set(inner) - set(files)) if path.is_dir() else [name] if os.path.lexists(path) else []
+        if theirs or path.is_symlink():
+            raise OutputError(
+                f"{folder}: the checkpoint in format {name} is written to {path}, which holds "
+                f"{spelled(theirs or [name])} that the run did not write; move it, or choose another folder"
+            )
 
 
 def check_files(files: Any, folder: Path) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from compress.pipeline.fitting import (
     verification_notes,
 )
 from compress.pipeline.footprint import Footprint
+from compress.pipeline.formats import further_formats
 from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.rehearsal import rehearse
@@ -85,7 +86,8 @@ class Plan:
     checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
     memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. process_bytes:
     the same in each of several processes of a launcher, which all work if a pass trains; None: only the first works.
-    fit: the memory of each part of the run, and what it does to stay within its limit.
+    fit: the memory of each part of the run, and what it does to stay within its limit. formats: bytes of all tensors of
+    the checkpoint in each further format.
     notes: those of the opened model, then what is stored otherwise than the recipe seems to say, and pruning that
     saves no bytes. timing: the predicted time; None: not measured on this machine yet. fingerprint: digest of the
     model's files. verification_bytes: memory in which transformers reads the checkpoint back; 0 if it does not.
@@ -99,8 +101,14 @@ class Plan:
     process_bytes: int | None = None
     timing: Timing | None = None
     fit: Fit | None = None
+    formats: Mapping[str, int] = field(default_factory=dict)
     fingerprint: str = ""
     verification_bytes: int = 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all tensors of the checkpoint in all formats."""
+        return self.checkpoint_bytes + sum(self.formats.values())
 
     def groups(self) -> list[LayerGroup]:
         """Return the layers by kind, in the order of the model."""
@@ -132,7 +140,8 @@ class Plan:
         time = None if self.timing is None else self.timing.to_json()
         needs = () if self.fit is None else self.fit.needs
         memory = [{"where": need.where, "bytes": need.size_bytes, "parts": need.parts} for need in needs]
-        return {"layers": layers, **sizes, "memory": memory, "notes": list(self.notes), "time": time}
+        values = {"memory": memory, "notes": list(self.notes), "time": time, "formats": dict(self.formats)}
+        return {"layers": layers, **sizes, **values}
 
 
 def plan(
@@ -160,7 +169,7 @@ def plan(
     resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, None if memory is None else size_of(memory))
     if out is not None:
-        check_space(Path(out), planned.checkpoint_bytes)
+        check_space(Path(out), planned.written_bytes)
     notes = (*planned.notes, *rehearse(resolved))
     return replace(planned, notes=notes, timing=timing(resolved, time))
 
@@ -193,8 +202,14 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     footprint = Footprint(resolved, before)
     trains = any(step.requires.training for _, step, _ in steps)
     process_bytes = replace(footprint, several=True).peak_bytes() if trains else None
+    plans = {other.format.name: plan_on(other, layers) for other, layers in further_formats(resolved, facts)}
     planned = replace(
-        planned, dense_bytes=dense, notes=notes, process_bytes=process_bytes, fingerprint=opened.fingerprint
+        planned,
+        dense_bytes=dense,
+        notes=notes,
+        process_bytes=process_bytes,
+        formats={name: other.checkpoint_bytes for name, other in plans.items()},
+        fingerprint=opened.fingerprint,
     )
     return _within(planned, footprint, memory_bytes, strict)
 

@@ -23,7 +23,7 @@ from compress.passes.contract.passes import calibrates
 from compress.passes.contract.processes import ALONE, Processes
 from compress.pipeline.checkpoint import Manifest, open_folder, recorded_inputs
 from compress.pipeline.divide import check_divided, check_same_inputs
-from compress.pipeline.output import check_folder, check_space
+from compress.pipeline.output import check_folder, check_inner_folders, check_space
 from compress.pipeline.plan import Plan, plan_of
 from compress.pipeline.provenance import UNKNOWN, code_of, identity, inputs_of, written
 from compress.pipeline.reference import TOKENS, check_source
@@ -104,7 +104,7 @@ def prepare(
     recipe = resolved.recipe
     stated = written(recipe, out)  # before an output folder with plugins is replaced
     recorded = written(recipe.model_copy(update={"model": at_commit(recipe.model, opened.commit)}), out)
-    check_space(out, planned.checkpoint_bytes)
+    check_space(out, planned.written_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
     run = run_of(
@@ -138,6 +138,7 @@ def prepare(
     check_divided(resolved.steps, examples, recipe.calibration.batch, processes)
     with processes.first_goes_first():
         manifest = open_folder(out, identity(inputs, code), overwrite, code, inputs)
+    check_inner_folders(out, recipe.save.formats[1:], manifest.files)
     common = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
     common["calibration text"] = examples.sha256()
     common["evaluation text"] = digest_of([windows.sha256() for windows in texts.values()])

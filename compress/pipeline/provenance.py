@@ -40,11 +40,14 @@ def fingerprint(**parts: Any) -> str:
 
 
 def inputs_of(recipe: Recipe, model: str, calibration: str) -> dict[str, Any]:
-    """Return what the bytes of a checkpoint depend on besides code: not the evaluation, nor how it is verified.
+    """Return what the bytes of a checkpoint depend on besides code.
+
+    The evaluation, the verification and the formats to which the checkpoint is converted are left out.
 
     model, calibration: digests of the model's files and of the calibration ids.
     """
     options = recipe.model_dump(mode="json", exclude={"eval": True, "model": True, "plugins": True, "save": {"verify"}})
+    options["save"]["format"] = recipe.save.formats[0]
     files = {name: file_sha256(Path(name)) for name in files_of_passes(recipe.model_dump(mode="json"))}
     return {"recipe": options, "model": model, "calibration": calibration, "version": __version__, "files": files}
 

@@ -105,7 +105,7 @@ def resolve(recipe: Recipe, opened: OpenModel) -> ResolvedRecipe:
     storage = storage_dtype(recipe, opened)
     format_ = recipe.save.target().stored_in(storage)
     problems = Problems()
-    problems.attempt(_check_model, recipe, format_, opened)
+    problems.attempt(check_model, format_, opened)
     passes = problems.attempt(
         with_fitting_groups, recipe.passes, lambda passes: resolve_passes(passes, opened, format_)
     )
@@ -150,9 +150,10 @@ def _check_fitted_texts(recipe: Recipe, opened: OpenModel) -> None:
     check_texts(fitted, opened)
 
 
-def _check_model(recipe: Recipe, format_: Format, opened: OpenModel) -> None:
+def check_model(format_: Format, opened: OpenModel) -> None:
+    """Raise ModelError for a model that a format cannot store."""
     if reason := format_.refuses_model(embeddings_of(opened)):
-        raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
+        raise ModelError(f"save: format {format_.name}: {reason}; use another format, such as native")
 
 
 def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:

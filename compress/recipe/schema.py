@@ -57,9 +57,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Save(Options):
-    """The format of the checkpoint."""
+    """The formats of the checkpoint."""
 
-    format: str = Field(default="compressed-tensors", description=f"one of {', '.join(FORMATS)}")
+    format: str | tuple[str, ...] = Field(
+        default="compressed-tensors",
+        description=f"one of {', '.join(FORMATS)}; or a list: the first is written to the output folder, and converted "
+        "to each other one in a folder of its name inside",
+    )
     dtype: DType = Field(
         default="auto",
         description="dtype of scales and dense tensors; auto: the 16-bit dtype of the model's weights (for quantized "
@@ -93,22 +97,51 @@ class Save(Options):
 
     def model_post_init(self, context: Any) -> None:
         self.target()
+        for name in self.formats[1:]:
+            self.of_format(name).target()
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The names of all formats; the first one is that of the output folder."""
+        return (self.format,) if isinstance(self.format, str) else self.format
 
     def target(self) -> Format:
-        """Return the format with these options."""
-        return FORMATS[self.format].configured(self.embedding, self.head)
+        """Return the first format with these options."""
+        name = self.formats[0]
+        is_left_to_others = any(FORMATS[other].ends_typed for other in self.formats[1:])
+        if is_left_to_others and not FORMATS[name].ends_typed:
+            return FORMATS[name]
+        return FORMATS[name].configured(self.embedding, self.head)
+
+    def of_format(self, name: str) -> Save:
+        """Return the options of one of several formats."""
+        ends = {} if FORMATS[name].ends_typed else {"embedding": "auto", "head": "auto"}
+        return self.model_copy(update={"format": name, **ends})
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _single(cls, names: Any) -> Any:
+        """Spell a list of one format as its name."""
+        return names[0] if isinstance(names, list | tuple) and len(names) == 1 else names
 
     @field_validator("format")
     @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in FORMATS:
-            raise ValueError(f"format {name!r} is not known{did_you_mean(name, FORMATS)}")
-        return name
+    def _known(cls, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        listed = (names,) if isinstance(names, str) else names
+        if not listed:
+            raise ValueError("names no format; write one, such as compressed-tensors")
+        for name in listed:
+            if name not in FORMATS:
+                raise ValueError(f"format {name!r} is not known{did_you_mean(name, FORMATS)}")
+            if listed.count(name) > 1:
+                raise ValueError(f"format {name} is listed twice; list it once")
+        return names
 
     @field_validator("sparse")
     @classmethod
     def _possible(cls, policy: str, info: ValidationInfo) -> str:
-        name = info.data.get("format")
+        names = info.data.get("format")
+        name = names[0] if isinstance(names, tuple) else names
         if policy == "always" and name is not None and not FORMATS[name].sparse:
             raise ValueError(f"'always' is not possible: format {name} stores the zeros; use format: native")
         return policy
@@ -188,6 +221,10 @@ class Recipe(BaseModel):
     @field_serializer("passes")
     def _spell(self, passes: tuple[Pass, ...]) -> list[dict[str, Any]]:
         return [{spelled(type(step)): step.model_dump(mode="json")} for step in passes]
+
+    def in_format(self, name: str) -> Recipe:
+        """Return the recipe that writes one of its formats alone."""
+        return self.model_copy(update={"save": self.save.of_format(name)})
 
     def labels(self) -> list[str]:
         """Return the label of every pass: 'passes[0] gptq'."""

@@ -21,9 +21,10 @@ from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import answers_prompts, kind_of
 from compress.passes.contract.facts import ANY_LAYER, Fact
 from compress.passes.contract.passes import Step
+from compress.recipe.tables import ResultTable
 from compress.recipe.yaml import plain_values
-from compress.report.names import HUB_ID, escaped, in_code
-from compress.report.sections import size_and_quality
+from compress.report.names import HUB_ID, escaped, formats_in, in_code
+from compress.report.sections import formats, size_and_quality
 from compress.report.sections.base import table
 from compress.report.verdict import overlap_warnings
 from compress.version import __version__
@@ -135,9 +136,10 @@ def _conditions(report: RunResult) -> str:
 def _metadata(report: RunResult, source: str, facts: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:
     """The front matter."""
     recipe = report.reproduce.recipe
-    form = recipe["save"]["format"]
+    form, *further = formats_in(recipe)
     quantized = "quantized" in facts.facts
-    tags = ["compress", *dict.fromkeys(key.replace("_", "-") for step in recipe["passes"] for key in step), form]
+    steps = dict.fromkeys(key.replace("_", "-") for step in recipe["passes"] for key in step)
+    tags = ["compress", *steps, form, *further]
     tags += [f"{report.size.bits_per_weight:.3g}-bit"] if quantized else []
     tags += ["pruned"] if "masked" in facts.facts else []
     base = {"base_model": source, "base_model_relation": "quantized" if quantized else "finetune"}
@@ -152,16 +154,16 @@ def _metadata(report: RunResult, source: str, facts: CardFacts, inherited: dict[
 
 def _readers(report: RunResult, facts: CardFacts) -> list[str]:
     """Other programs that read the checkpoint in this run, or its format and grids in conformance."""
-    save = report.reproduce.recipe["save"]
+    recipe = report.reproduce.recipe
     if report.verified.transformers is not None:
         return ["transformers", *(name for name in facts.programs if name != "transformers")]
-    tried = save["verify"] == "full" and FORMATS[save["format"]].unverified is None
+    tried = recipe["save"]["verify"] == "full" and FORMATS[formats_in(recipe)[0]].unverified is None
     return [name for name in facts.programs if not (tried and name == "transformers")]
 
 
 def _use(report: RunResult, facts: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
-    readers, form = _readers(report, facts), report.reproduce.recipe["save"]["format"]
+    readers, form = _readers(report, facts), formats_in(report.reproduce.recipe)[0]
     auto = facts.kind.auto
     auto_processor = facts.kind.processor
     name = auto_processor.removeprefix("Auto").lower()
@@ -185,6 +187,8 @@ def _use(report: RunResult, facts: CardFacts) -> str:
         parts.append(f"Known not to read it: {'; '.join(facts.misreadings)}.")
     if not readers:
         parts.append("Other programs were not run on such a checkpoint.")
+    if report.formats:
+        parts.append(f"The same checkpoint in other formats:\n\n{table(formats.HEAD, formats.rows(report)[1:])}")
     return "\n\n".join(parts)
 
 
@@ -194,16 +198,21 @@ def write_export_card(
     form: str,
     layers: Sequence[tuple[str, str, str, int, float]],
     programs: Sequence[str],
+    origin: str = "",
 ) -> None:
     """Write README.md of a converted checkpoint atomically.
 
     Args:
         folder: Folder of the checkpoint.
-        source: The converted checkpoint.
+        source: The converted checkpoint, or the base model of a run that converted its own.
         form: Its new format.
         layers: Name, scheme before, scheme after, number and relative weight error of each kind of layers.
         programs: Programs that read such checkpoints in conformance.
+        origin: What was converted, if not `source`.
     """
+    converted = (
+        origin or f"Converted from {in_code(Path(source).name)} by compress {__version__}, without calibration. "
+    )
     front = {**base_metadata(source), "library_name": PROJECT, "tags": ["compress", form]}
     rows = [
         (name, str(count), scheme_before, scheme_after, f"{error:.3e}" if error else "0 (lossless)")
@@ -213,12 +222,49 @@ def write_export_card(
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escaped(Path(source).name)}, as {form}",
-        f"Converted from {in_code(Path(source).name)} by compress {__version__}, without calibration. The compressed "
-        "layers were read back and compared before this card was written.",
+        f"{converted}The compressed layers were read back and compared before this card was written.",
         f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}",
         '## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n' + other_readers,
     ]
     write_text(folder / FILE, "\n\n".join(parts).rstrip() + "\n")
+
+
+@dataclass(frozen=True)
+class ModelFreeFacts:
+    """What the card of a folder states whose tensors were quantized without a model.
+
+    Attributes:
+        source: Hub id or folder.
+        method: The scheme, and how weights were rounded.
+        tables: Quantized and copied tensors.
+        form: The format.
+    """
+
+    source: str
+    method: str
+    tables: Sequence[ResultTable]
+    form: str
+
+
+def write_model_free_card(folder: Path, facts: ModelFreeFacts) -> None:
+    """Write README.md of a folder whose tensors were quantized without a model."""
+    source, _ = split_revision(facts.source)
+    base = {"base_model": source, "base_model_relation": "quantized"} if _on_hub(source) else {}
+    front = {**base, **base_metadata(facts.source), "library_name": PROJECT, "tags": ["compress", facts.form]}
+    name = Path(source).name
+    titles = (f"## {shown.head[0].capitalize()}" for shown in facts.tables)
+    shown = [f"{title}\n\n{table(part.head, part.rows)}" for title, part in zip(titles, facts.tables, strict=True)]
+    sizes = facts.tables[0].title.rpartition(": ")[2]
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {escaped(name)}, compressed",
+        f"{in_code(name)}, quantized by compress {__version__} to {escaped(facts.method)}, tensor by tensor: {sizes}.",
+        "**Nothing was verified by running the model.** It was not built, no text was read, and its quality was not "
+        "measured. The stored codes were read back and are equal to the computed ones. Programs that know the "
+        f"architecture and read format {facts.form} load it; none was run.",
+        *shown,
+    ]
+    write_text(folder / FILE, "\n\n".join(parts) + "\n")
 
 
 def base_metadata(source: str) -> dict[str, Any]:

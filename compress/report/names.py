@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -20,6 +22,12 @@ def escaped(text: str) -> str:
 def in_code(text: str) -> str:
     """Return a text from a file as code inside of a line of Markdown."""
     return f"`{' '.join(text.replace('`', '').split())}`"
+
+
+def formats_in(recipe: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the formats of a recipe of plain values, the one of the output folder first; none without `save`."""
+    names = recipe["save"]["format"] if "save" in recipe else []
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def short_name(source: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compress.evaluation.result import RunResult
-from compress.report.names import escaped, short_name
+from compress.report.names import escaped, formats_in, short_name
 from compress.report.page.render import PageSection, page
 from compress.report.sections import SECTIONS
 
@@ -33,5 +33,5 @@ def _subtitle(result: RunResult) -> str:
     """The source of the model, the passes and the format."""
     recipe, source = result.reproduce.recipe, result.model.source
     steps = [key for step in recipe.get("passes", ()) for key in step]
-    chain = " → ".join([*steps, recipe["save"]["format"]] if "save" in recipe else steps)
+    chain = " → ".join([*steps, *filter(None, [", ".join(formats_in(recipe))])])
     return chain if short_name(source) == source else f"{source}: {chain}"

@@ -131,10 +131,10 @@ class Format(ABC):
     and may split a layer over devices. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
     one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run.
     negative_scales: whether all readers take negative scales of integers. embeddings: whether embeddings with codes are
-    found by their tensors, and one that is tied to the LM head has the embedding's name. file: the one file that holds
-    all tensors of a complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the
-    reader accepts. stacked: tensors that hold those of all experts, by the ends of their names: the name of each inside
-    of a linear.
+    found by their tensors, and one that is tied to the LM head has the embedding's name. ends_typed: whether
+    `configured` takes block types of the embedding and the LM head. file: the one file that holds all tensors of a
+    complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the reader accepts.
+    stacked: tensors that hold those of all experts, by the ends of their names: the name of each inside of a linear.
     """
 
     name: str
@@ -145,6 +145,7 @@ class Format(ABC):
     scale_dtype: torch.dtype | None = None
     negative_scales: bool = False
     embeddings: bool = False
+    ends_typed: bool = False
     file: str | None = None
     keys: ClassVar[Mapping[str, Accepted]] = {}
     stacked: ClassVar[Mapping[str, str]] = {}

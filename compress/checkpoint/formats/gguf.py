@@ -81,6 +81,7 @@ class GGUF(Format):
     negative_scales = True
     quant_method = "gguf"
     scale_dtype = torch.float16
+    ends_typed = True
     file = FILE
     keys = LAYERS_KEYS
 

@@ -9,6 +9,7 @@ from pydantic_core import to_jsonable_python
 
 from compress.evaluation.result import DiskReading, RunResult
 from compress.passes import PASSES
+from compress.report.names import formats_in
 from compress.report.page.blocks import Bar, BarGroup, Bars, Items, PageBlock, Pipeline, PipelineStep
 from compress.report.page.numbers import data_size, duration
 from compress.report.sections.base import MB, Section, table
@@ -54,7 +55,7 @@ def pipeline(recipe: Mapping[str, Any]) -> Iterator[PipelineStep]:
                 key, [f"{name} {_plain(value)}" for name, value in options.items() if _chosen(key, name, value)]
             )
     if "save" in recipe:
-        yield PipelineStep("save", [recipe["save"]["format"]])
+        yield PipelineStep("save", list(formats_in(recipe)))
 
 
 def _chosen(key: str, name: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from compress.checkpoint.checkpoint import is_compressed
 from compress.checkpoint.containers.digests import SUMS
 from compress.checkpoint.containers.gguf import FILE
-from compress.checkpoint.sources.files import autogptq_config, is_side_file
+from compress.checkpoint.sources.files import is_side_file, stated_quantization
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import folder_of
 from compress.checkpoint.sources.stored import Place, stored_tensors
@@ -56,7 +56,7 @@ class TensorFolder:
         except ValueError as error:
             path = folder / "config.json"
             raise ModelError(f"model: {path}: {error}; it states the scheme of a checkpoint") from error
-        if is_compressed(str(folder)) or autogptq_config(folder) is not None:
+        if is_compressed(str(folder)) or stated_quantization(config, folder) is not None:
             raise ModelError(f"model: {source} is quantized already; start from its dense model")
         if (folder / FILE).exists():
             raise ModelError(f"model: {folder} holds {FILE}; name a folder with safetensors files")

@@ -246,6 +246,7 @@ REPORT_FILES = {
     "compress.report.write": "reads it for `compress report` and `compress compare`",
     "compress.report.pareto": "`compress compare` draws runs from their reports",
     "compress.cli.report": "`compress report` prints it",
+    "compress.pipeline.sweep": "`compress sweep` compares its runs by their reports",
     "compress.evaluation.evidence": "leaves it out of the digest of a checkpoint",
     "compress.checkpoint.containers.digests": "leaves it out of the files of a model",
     "compress.pipeline.output": "an output folder may hold one",

@@ -29,7 +29,7 @@ from compress.pipeline.export import check_new_folder, new_folder
 from compress.pipeline.output import check_space
 from compress.pipeline.tensor_plan import TensorPlan, rounding_of
 from compress.recipe.presets import preset, presets
-from compress.recipe.starts import folder_of, integer_data, quantize_data
+from compress.recipe.starts import folder_of, quantize_data, quantize_line
 from compress.recipe.tables import ResultTable, Shown
 from compress.report.card import ModelFreeFacts, write_model_free_card
 from compress.version import __version__
@@ -169,7 +169,7 @@ def data_free_schemes() -> list[str]:
 def _rounding(source: str, scheme: str | None, bits: int | None, group_size: int | None) -> Any:
     """Return the pass of a scheme. Raises RecipeError for one that needs data."""
     if scheme is None:
-        return rounding_of(integer_data(source, bits, group_size)["passes"], {})
+        return rounding_of(quantize_line(source, None, bits, group_size)[0]["passes"], {})
     data = quantize_data(source, scheme)
     try:
         return rounding_of(preset(scheme).passes, data.get("save", {}))

@@ -96,6 +96,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.pipeline.export": "saves a model in memory",
     "compress.pipeline.footprint": "adds up the memory of every stage of a run",
     "compress.pipeline.resolve": "resolves a recipe against a model",
+    "compress.pipeline.sources": "opens every model that a run compares with",
     "compress.pipeline.trial": "tries passes on one block",
     "compress.pipeline.rooflines": "builds the model that a roofline describes from every source",
     "compress.pipeline.verify": "compares a checkpoint with its source through every reader",

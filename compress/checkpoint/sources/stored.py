@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from os.path import exists
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / FILE]
     if index.exists():
         paths = _listed(index, folder)
-        if single_file not in paths and all(path.exists() for path in (single_file, *paths)):
+        if single_file not in paths and all(exists(path) for path in (single_file, *paths)):  # no OSError for any name
             raise ModelError(
                 f"model: {folder} holds the shards of {INDEX} and {single_file.name}, which it does not list; "
                 "remove the weights that are not those of the model"

@@ -32,6 +32,7 @@ NAMES = [
     "prune",
     "push_to_hub",
     "quantize",
+    "quantize_folder",
     "run",
     "save",
     "sensitivity",

@@ -65,7 +65,7 @@ class TensorFolder:
         if roles.transposed:
             raise ModelError(
                 f"model: {source} stores {roles.transposed[0]} as [in, out] (Conv1D), which no server reads quantized; "
-                "quantize it with its class: leave --model-free out"
+                "quantize it by a run, which builds the model"
             )
         return cls(folder, config, places, roles)
 

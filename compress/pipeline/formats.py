@@ -17,7 +17,7 @@ from compress.pipeline.resolve import ResolvedRecipe, check_model, own_options, 
 Check = Callable[[ResolvedRecipe, ModelFacts], Sequence[str]]
 """A check of a recipe on a model, which returns notes."""
 
-REMEDY = "Leave {name} out of the formats, or convert the checkpoint after the run: compress export --requantize"
+REMEDY = "Leave {name} out of the formats, or convert the checkpoint after the run with compress export and requantize"
 
 
 def conversion_to(format_: Format) -> Conversion:

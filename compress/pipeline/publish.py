@@ -87,7 +87,7 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = True, hub: 
         SaveError: if the upload fails.
     """
     folder, hub = Path(folder), hub or HfApi()
-    contents = _contents(folder)
+    contents = upload_operations(folder)
     check_login(repository, hub, private)
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
@@ -102,7 +102,7 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = True, hub: 
     return f"https://huggingface.co/{repository}"
 
 
-def _contents(folder: Path) -> list[CommitOperationAdd]:
+def upload_operations(folder: Path) -> list[CommitOperationAdd]:
     """Return the files to upload: those that the manifest of a complete run lists.
 
     Raises OutputError for another folder; the report of a run is written after the verification.

@@ -85,7 +85,7 @@ class TensorPlan:
         reasons: dict[str, str] = {}
         for name in chosen_linears(step, list(roles.linears), LABEL):
             layer_step = step.for_layer(name)
-            assert isinstance(layer_step, RTN)
+            assert layer_step is not None, "no override skips a layer"
             effects = layer_step.effects(LayerScheme(roles.linears[name]))
             reason = effects.refusal or format_.refuses(effects.scheme)
             if reason is not None:
@@ -95,9 +95,11 @@ class TensorPlan:
             plan.schemes[name] = format_.adapt(effects.scheme) or effects.scheme
         if reasons:
             first, *further = reasons
-            patterns = " ".join(f"--ignore '{name}'" for name in [first, *further][:SHOWN])
+            names_to_ignore = ", ".join(f"{name!r}" for name in [first, *further][:SHOWN])
             more = f", and {len(further)} more weights do not fit" if further else ""
-            raise TargetError(f"{LABEL}: {first}: {reasons[first]}{more}; to leave them unchanged write {patterns}")
+            raise TargetError(
+                f"{LABEL}: {first}: {reasons[first]}{more}; to leave them unchanged, ignore {names_to_ignore}"
+            )
         plan.together.update(_siblings(plan))
         return TensorPlan(**{**vars(plan), "skipped": tuple(n for n in roles.linears if n not in plan.steps)})
 

@@ -14,7 +14,7 @@ from compress.errors import OutputError, RecipeError, SaveError, TargetError
 from compress.layers.linear import CompressedLinear
 from compress.pipeline import conversions
 from compress.pipeline.plan import plan
-from compress.pipeline.publish import _contents
+from compress.pipeline.publish import upload_operations
 
 THREE = ["compressed-tensors", "gguf", "awq"]
 INT4 = RTN(weights="int4", group_size=32)
@@ -219,7 +219,7 @@ def test_files_of_the_user_are_refused_before_the_run(pico, texts, tmp_path):
 def test_overwriting_removes_the_folders_and_an_upload_has_them(pico, texts, tmp_path):
     out = tmp_path / "out"
     compress.run(recipe_of(pico, texts, ["native", "awq"]), out, progress=False)
-    names = {operation.path_in_repo for operation in _contents(out)}
+    names = {operation.path_in_repo for operation in upload_operations(out)}
     assert {"config.json", "awq/config.json", "awq/README.md", "awq/SHA256SUMS"} <= names
     other = recipe_of(pico, texts, "native", RTN(weights="int8", group_size=32))
     compress.run(other, out, overwrite=True, progress=False)

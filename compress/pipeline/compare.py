@@ -10,6 +10,7 @@ from compress.errors import RecipeError
 from compress.evaluation.comparison import Comparison
 from compress.passes.contract.journal import Journal
 from compress.pipeline.evaluation import evaluate
+from compress.pipeline.models import Model, is_loaded, key_of
 from compress.recipe.evaluation import Evaluate
 from compress.report.pareto import Variants
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationOptions(TypedDict, total=False):
-    """Options of `compress.evaluation`, which describes them.
+    """Options of `compress.evaluate`, which describes them.
 
     Attributes:
         work: Folder of stored results.
@@ -38,8 +39,8 @@ class EvaluationOptions(TypedDict, total=False):
 
 
 def compare(
-    models: Sequence[str | Path],
-    base: str | Path | None = None,
+    models: Sequence[Model],
+    base: Model | None = None,
     settings: Evaluate | None = None,
     *,
     measure: bool = False,
@@ -48,12 +49,12 @@ def compare(
     """Compare variants of one model by size and loss.
 
     Args:
-        models: Output folders of runs, whose reports are read. If the models are measured: checkpoint folders, hub ids
-            or .gguf files.
+        models: Output folders of runs, whose reports are read. If the models are measured: checkpoint folders, hub ids,
+            .gguf files, or models in memory as pairs (model, tokenizer).
         base: Uncompressed model to measure against; without it, the first model is the base of a measurement.
         settings: What is measured.
         measure: Whether to measure all models now; so does a base, or settings.
-        **options: Options of `compress.evaluation`.
+        **options: Options of `compress.evaluate`.
 
     Returns:
         The variants; the base is not among them.
@@ -61,11 +62,10 @@ def compare(
     Raises:
         RecipeError: if the base is the only model.
         ReportError: if reports are missing, or of different texts or models.
-        CompressError: as `compress.evaluation`, if the models are measured.
+        CompressError: as `compress.evaluate`, if the models are measured.
     """
-    sources = [str(model) for model in models]
-    if not (measure or base is not None or settings is not None):
-        return Variants.from_reports([Path(source) for source in sources])
-    if not {*sources} - {sources[0] if base is None else str(base)}:
+    if not (measure or base is not None or settings is not None or any(map(is_loaded, models))):
+        return Variants.from_reports([Path(str(model)) for model in models])
+    if not {*map(key_of, models)} - {key_of(models[0] if base is None else base)}:
         raise RecipeError("nothing is compared with the base; name another MODEL too")
-    return Variants.from_comparison(evaluate(sources, settings, base=base, **options))
+    return Variants.from_comparison(evaluate(models, settings, base=base, **options))

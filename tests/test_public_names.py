@@ -2,16 +2,21 @@
 
 import ast
 import inspect
+import json
+import re
 import subprocess
 import sys
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import compress
-from compress import errors
+from compress import authoring, errors, testing
 from compress.passes.contract.passes import Pass
+
+ROOT = Path(__file__).parents[1]
 
 NAMES = [
     "Calibration",
@@ -39,6 +44,41 @@ NAMES = [
     "sweep",
 ]
 """All public names, the classes of the passes apart: those are found by their files."""
+
+AUTHORING = [
+    "BlockInputs",
+    "BlockPass",
+    "Codes",
+    "CompressedLinear",
+    "CrossGram",
+    "Effects",
+    "Gram",
+    "InputAbsMax",
+    "InputNorm",
+    "InputRange",
+    "Layer",
+    "LayerPass",
+    "LayerScheme",
+    "ModelPass",
+    "Nothing",
+    "Observer",
+    "Preparation",
+    "ProblemSize",
+    "PruningPass",
+    "QuantizingPass",
+    "RequiredSparsity",
+    "Requirements",
+    "ReshapingPass",
+    "Run",
+    "Solution",
+    "SparseTrainingPass",
+    "TrainingPass",
+    "linears",
+]
+"""The names of `compress.authoring`, for authors of passes."""
+
+MODULES = {"compress", "compress.authoring", "compress.errors", "compress.testing"}
+"""The public modules."""
 
 ERRORS = {
     "CompressError": 1,
@@ -113,6 +153,44 @@ def test_importing_the_package_imports_nothing_slow():
     code = "import sys, compress; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_names_for_authors_of_passes():
+    names = {name: value for name, value in vars(authoring).items() if not name.startswith("_")}
+    assert sorted(names) == AUTHORING
+    assert [name for name, value in names.items() if not inspect.getdoc(value)] == []
+    assert inspect.getdoc(testing.check_pass)
+
+
+def shown_python():
+    """(place, Python) of every cell of a notebook, and of every Python block of README and docs/."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            if cell["cell_type"] == "code":
+                yield f"{path.name}, cell {number}", "".join(cell["source"])
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in re.findall(r"^ *```python[^\n]*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.M | re.S):
+            yield path.relative_to(ROOT).as_posix(), textwrap.dedent(block)
+
+
+def private_imports(text):
+    """The imports of modules of the package that are not public, in Python and in Python that it writes to files."""
+    modules = re.findall(r"^\s*(?:from|import) (compress[\w.]*)", text, re.MULTILINE)
+    names = [name for module, name in re.findall(r"^\s*from (compress) import (\w+)", text, re.MULTILINE)]
+    hidden = [name for name in names if f"compress.{name}" not in MODULES and name not in compress.__all__]
+    return [module for module in modules if module not in MODULES] + hidden
+
+
+def test_what_is_shown_imports_public_modules_only():
+    shown = list(shown_python())
+    assert len(shown) > 40
+    assert [(place, found) for place, text in shown if (found := private_imports(text))] == []
+
+
+def test_imports_of_private_modules_would_be_found():
+    text = "import compress\nfrom compress.data.ids import token_ids\nfrom compress import GPTQ, testing, gptq"
+    assert private_imports(text) == ["compress.data.ids"]
+    assert private_imports("from compress import sweep") == ["sweep"]
 
 
 def test_the_tree_of_errors():

@@ -82,12 +82,12 @@ def sensitivity(
     The model is in memory twice. Layers interact; the table says where to spend bits, not what the result will be.
     """
     with without_collection():
-        from compress.checkpoint.containers.files import check_output_file, write_text
+        from compress.checkpoint.containers.files import check_output_file
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
-        from compress.report.sensitivity import html
+        from compress.report.sensitivity import SUFFIXES
     if out is not None:
-        check_output_file(out, (".json", ".html"))
+        check_output_file(out, SUFFIXES)
     sensitivities = measure(
         model,
         choices,
@@ -113,9 +113,7 @@ def sensitivity(
 
         echo(yaml.safe_dump({"passes": [spelled]}, sort_keys=False, width=120), nl=False)
     if out is not None:
-        write_text(
-            out, html(sensitivities) if out.suffix == ".html" else sensitivities.model_dump_json(indent=1) + "\n"
-        )
+        sensitivities.save(out)
 
 
 def _print(sensitivities: Sensitivities, all_layers: bool) -> None:

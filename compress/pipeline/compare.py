@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypedDict
 from compress.errors import RecipeError
 from compress.evaluation.comparison import Comparison
 from compress.passes.contract.journal import Journal
-from compress.pipeline.evaluation import evaluate, sources_of
+from compress.pipeline.evaluation import evaluate
+from compress.pipeline.models import Model, is_loaded, key_of, models_in
 from compress.recipe.evaluation import Evaluate
 from compress.report.pareto import Variants
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationOptions(TypedDict, total=False):
-    """Options of `compress.evaluation`, which describes them.
+    """Options of `compress.evaluate`, which describes them.
 
     Attributes:
         work: Folder of stored results.
@@ -38,8 +39,8 @@ class EvaluationOptions(TypedDict, total=False):
 
 
 def compare(
-    models: str | Path | Sequence[str | Path],
-    base: str | Path | None = None,
+    models: Model | Sequence[Model],
+    base: Model | None = None,
     settings: Evaluate | None = None,
     *,
     measure: bool = False,
@@ -48,12 +49,12 @@ def compare(
     """Compare variants of one model by size and loss.
 
     Args:
-        models: Output folders of runs, whose reports are read. If the models are measured: checkpoint folders, hub ids
-            or .gguf files.
+        models: Output folders of runs, whose reports are read. If the models are measured: checkpoint folders, hub ids,
+            .gguf files, or models in memory as pairs (model, tokenizer).
         base: Uncompressed model to measure against; without it, the first model is the base of a measurement.
         settings: What is measured.
         measure: Whether to measure all models now; so does a base, or settings.
-        **options: Options of `compress.evaluation`.
+        **options: Options of `compress.evaluate`.
 
     Returns:
         The variants; the base is not among them.
@@ -61,11 +62,11 @@ def compare(
     Raises:
         RecipeError: for no model, and if the base is the only one.
         ReportError: if reports are missing, or of different texts or models.
-        CompressError: as `compress.evaluation`, if the models are measured.
+        CompressError: as `compress.evaluate`, if the models are measured.
     """
-    sources = sources_of(models)
-    if not (measure or base is not None or settings is not None):
-        return Variants.from_reports([Path(source) for source in sources])
-    if not {*sources} - {sources[0] if base is None else str(base)}:
+    sources = models_in(models)
+    if not (measure or base is not None or settings is not None or any(map(is_loaded, sources))):
+        return Variants.from_reports([Path(str(model)) for model in sources])
+    if not {*map(key_of, sources)} - {key_of(sources[0] if base is None else base)}:
         raise RecipeError("nothing is compared with the base; name another MODEL too")
     return Variants.from_comparison(evaluate(sources, settings, base=base, **options))

@@ -15,16 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.blockwise.capture import ModelShell
 from compress.checkpoint.containers.files import check_writable
-from compress.checkpoint.load import dtype_to_compare, load
 from compress.checkpoint.opened import OpenModel
-from compress.checkpoint.sources.files import fingerprint_of, pooling_in, read_sentence_files
-from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
-from compress.checkpoint.sources.untrusted import check_complete, check_no_adapter
 from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.text_source import as_source
-from compress.errors import ModelError, RecipeError, one_line, reported_as
+from compress.errors import ModelError, one_line, reported_as
 from compress.evaluation import EVALUATORS, combine_all, measure_one
 from compress.evaluation.base import EvaluationContext, overlap_in_words
 from compress.evaluation.comparison import Comparison
@@ -41,6 +36,7 @@ from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes, copies_limit
 from compress.passes.contract.processes import Processes
 from compress.pipeline.defaults import with_fitting_windows
+from compress.pipeline.models import EvaluatedModel, Model, evaluated_models, models_in
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.texts import EVALUATED, suited
 from compress.pipeline.texts import texts_of as requested_texts
@@ -70,10 +66,10 @@ class CommonInputs:
 
 
 def evaluate(
-    models: str | Path | Sequence[str | Path],
+    models: Model | Sequence[Model],
     settings: Evaluate | None = None,
     *,
-    base: str | Path | None = None,
+    base: Model | None = None,
     work: Path | None = WORK,
     dtype: str = "auto",
     device: str = "auto",
@@ -86,13 +82,14 @@ def evaluate(
     With several processes of a launcher, each measures a share of the requests, and all return the result.
 
     Args:
-        models: Checkpoint folders, hub ids or .gguf files; one or several.
+        models: Checkpoint folders, hub ids, .gguf files, or models in memory as pairs (model, tokenizer), which
+            `compress.load` returns; one or several.
         settings: What is measured; by default the perplexity on the embedded text.
         base: Model that the others are compared with; by default the first of several.
         work: Folder of stored results, with which a killed evaluation continues; None stores nothing, and measures no
             divergence.
-        dtype: Dtype of computation.
-        device: Device of computation.
+        dtype: Dtype of computation of models that are loaded; one in memory has its own.
+        device: Device of computation of these models.
         journal: Receives notes.
         on_failure: Receives what was measured before an error, which is then raised; the error is among the failures
             of the model that was being measured.
@@ -105,73 +102,55 @@ def evaluate(
         RecipeError: for no model, and for tasks that do not exist.
         NumericError: for a loss that is NaN.
     """
-    sources = sources_of(models)
-    settings, base = settings or Evaluate(), None if base is None else str(base)
+    sources = models_in(models)
+    settings = settings or Evaluate()
     check_tasks(settings)
     if work is not None:
         check_writable(work)
     journal, compute_device = journal or Journal(), device_of(device)
     processes = Processes.launched(cpu=compute_device.type == "cpu")
-    base = sources[0] if base is None and len(sources) > 1 else base
-    order = list(dict.fromkeys(([] if base is None else [base]) + list(sources)))
-    folders: dict[str, Path] = {}
-    for source in order:  # errors before any model is measured
-        with reported_as("model" if source in sources else "base", "model"):
-            folders[source] = model_folder(source)
-    runs = {source: recorded_run(folder, source, journal) for source, folder in folders.items()}
-    if base is None:
+    measured_models = evaluated_models(sources, sources[0] if base is None and len(sources) > 1 else base)
+    base_name = measured_models[0].name if base is not None or len(sources) > 1 else None
+    runs = {source.name: recorded_run(source, journal) for source in measured_models}
+    if base_name is None:
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
-    results, common = MeasuredModels(base, settings, journal), None
-    pooling = pooling_in(read_sentence_files(folders[order[0]])[0])
+    results, common = MeasuredModels(base_name, settings, journal), None
+    pooling = measured_models[0].pooling
     console = Console(file=sys.stderr, markup=False, force_jupyter=False)  # also while lm-eval's own bars are hidden
     showing = shown_progress(journal, console) if progress and processes.first else nullcontext()
     with showing, results.reported_on_failure(on_failure):
-        for source in order:
-            folder = folders[source]
-            journal.add("progress", "evaluate", f"opening {source}")
-            digest = digest_of(fingerprint_of(folder, weight_files(folder)), dtype, __version__)
+        for source in measured_models:
+            journal.add("progress", "evaluate", f"opening {source.name}")
+            digest = digest_of(source.fingerprint, dtype, __version__)
             store = Store(work, digest, results.models[0].digest if results.models else digest, processes)
-            model, tokenizer = load(folder, dtype_to_compare(folder, dtype, compute_device), compute_device)
-            check_model(model, tokenizer, source, compute_device)
-            if common is None:
-                results.settings = settings = _suited(settings, model, journal)
-                texts = texts_of(model, tokenizer, settings, tuple(runs.values()), journal)
-                common = CommonInputs(texts, tokenizer, kind_of(model), features_of(model))
-                if base is None and is_headless(model):
-                    raise headless_error(model, source)
-            else:
-                check_same(model, tokenizer, source, common, order[0])
-            overlaps = recorded_overlaps(runs[source], source, common.texts, journal)
-            context = EvaluationContext(
-                Run(compute_device, model.dtype, journal=journal),
-                texts=common.texts,
-                tokenizer=tokenizer,
-                settings=settings,
-                store=store,
-                pooling=pooling,
-                title=source,
-                overlaps=overlaps,
-                copies_bytes=copies_limit(available_bytes(compute_device)),
-            )
-            size_bytes = sum(path.stat().st_size for path in weight_files(folder))
-            values = results.start(source, digest, size_bytes)
-            measure(model, context.of_base() if source == base else context, values)
-            results.finish()
-            del model
+            with source.opened(dtype, compute_device) as (model, tokenizer):
+                check_model(model, tokenizer, source.name)
+                if common is None:
+                    results.settings = settings = _suited(settings, model, journal)
+                    texts = texts_of(model, tokenizer, settings, tuple(runs.values()), journal)
+                    common = CommonInputs(texts, tokenizer, kind_of(model), features_of(model))
+                    if base_name is None and is_headless(model):
+                        raise headless_error(model, source.name)
+                else:
+                    check_same(model, tokenizer, source.name, common, measured_models[0].name)
+                overlaps = recorded_overlaps(runs[source.name], source.name, common.texts, journal)
+                context = EvaluationContext(
+                    Run(model.device, model.dtype, journal=journal),
+                    texts=common.texts,
+                    tokenizer=tokenizer,
+                    settings=settings,
+                    store=store,
+                    pooling=pooling,
+                    title=source.name,
+                    overlaps=overlaps,
+                    copies_bytes=copies_limit(available_bytes(model.device)),
+                )
+                values = results.start(source.name, digest, source.size_bytes)
+                measure(model, context.of_base() if source.name == base_name else context, values)
+                results.finish()
+                del model
             gc.collect()
     return results.comparison()
-
-
-def sources_of(models: str | Path | Sequence[str | Path]) -> list[str]:
-    """Return the sources of one or several models.
-
-    Raises:
-        RecipeError: if there is none.
-    """
-    sources = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
-    if not sources:
-        raise RecipeError("models: name at least one: a checkpoint folder, a hub id or a .gguf file")
-    return sources
 
 
 @dataclass
@@ -244,18 +223,19 @@ class MeasuredModels:
             raise
 
 
-def recorded_run(folder: Path, source: str, journal: Journal) -> Reproduction | None:
+def recorded_run(source: EvaluatedModel, journal: Journal) -> Reproduction | None:
     """Return what a checkpoint was made from, by its report; None if it has none that can be read.
 
     Args:
-        folder: Folder of the checkpoint.
-        source: Its name in messages.
+        source: The model.
         journal: Receives a note on a report that cannot be read.
     """
+    if source.folder is None:
+        return None
     try:
-        return reproduction_of(folder)
+        return reproduction_of(source.folder)
     except ReportError as error:
-        journal.add("note", source, f"it is unknown which texts its calibration has read: {one_line(error)}")
+        journal.add("note", source.name, f"it is unknown which texts its calibration has read: {one_line(error)}")
         return None
 
 
@@ -315,21 +295,7 @@ def headless_error(model: PreTrainedModel, source: str) -> ModelError:
     )
 
 
-def model_folder(source: str) -> Path:
-    """Return the local folder of a model.
-
-    Raises:
-        ModelError: for a folder without a model, and that of an unfinished run.
-    """
-    folder = checkpoint_of(source)
-    check_complete(folder)
-    check_no_adapter(folder)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
-    return folder
-
-
-def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, device: Any) -> None:
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str) -> None:
     """Check that a model is of a supported kind and runs.
 
     Raises:

@@ -40,11 +40,12 @@ from compress.passes import PASSES
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
 from compress.pipeline.apply import apply
-from compress.pipeline.evaluation import model_folder
+from compress.pipeline.models import model_folder
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import read_passes
 from compress.recipe.sensitivities import Level, Sensitivities, Sensitivity, allocation
+from compress.report.sensitivity import MeasuredSensitivities
 from compress.version import __version__
 
 TOP_K = 128  # tokens kept of the original's distributions
@@ -87,13 +88,30 @@ def sensitivity(
     work: Path | None = None,
     journal: Journal | None = None,
     progress: bool = False,
-) -> Sensitivities:
-    """Measure every choice in every linear of the blocks (or in every block as a whole).
+) -> MeasuredSensitivities:
+    """Measure every choice in every linear of the blocks, or in every block as a whole.
 
-    The model is in memory, and once more compressed. work: folder of kept results; a killed measurement continues.
+    The model is in memory, and once more compressed.
 
-    Raises RecipeError for choices, TargetError for a pass that changes other tensors than linears, ModelError,
-    CalibrationError, OutputError for a `work` that cannot be written.
+    Args:
+        model: Hub id, local folder or .gguf file.
+        choices: Grids such as 'int4', sparsities such as '0.5' or '2:4', or passes as recipes spell them.
+        level: Whether one layer or one block is changed at a time.
+        text: Name or file of the text of the windows.
+        windows: Number of windows.
+        length: Tokens of a window.
+        dtype: Dtype of computation.
+        device: Device of computation.
+        work: Folder of stored results, with which a killed measurement continues; None stores nothing.
+        journal: Receives notes and progress.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        RecipeError: for choices that do not exist.
+        TargetError: for a pass that changes other tensors than linears.
+        ModelError: for a model without next tokens.
+        CalibrationError: for a text that cannot be read.
+        OutputError: for a `work` that cannot be written.
     """
     journal, torch_device = journal or Journal(), device_of(device)
     read = dict(read_choice(choice) for choice in choices)
@@ -132,7 +150,7 @@ def sensitivity(
     spelled = {
         name: {type(step).key(): step.model_dump(mode="json", exclude_defaults=True)} for name, step in read.items()
     }
-    return Sensitivities(
+    return MeasuredSensitivities(
         compress=__version__,
         model=model,
         fingerprint=fingerprint,

@@ -37,7 +37,7 @@ from compress.recipe.installed import GROUP, installed
 T = TypeVar("T")
 
 SCRIPT = "__main__"
-KINDS = "LayerPass, BlockPass or ModelPass of compress.passes.contract.passes"
+KINDS = "LayerPass, BlockPass or ModelPass of compress.authoring"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from compress.checkpoint.containers.files import check_output_file, write_text
 from compress.recipe.sensitivities import Sensitivities
 from compress.report.charts import HeatMap, Picture
 from compress.report.charts import picture as picture_of
@@ -13,7 +15,33 @@ from compress.report.page.blocks import PageBlock, Prose, TextTable
 from compress.report.page.numbers import number, with_error
 from compress.report.page.render import PageSection, page
 
+SUFFIXES = ".json", ".html"
+"""The endings of the files that `MeasuredSensitivities.save` writes."""
 SHOWN = 20  # rows of the table; the JSON file has all
+
+
+class MeasuredSensitivities(Sensitivities):
+    """The sensitivities of a model, which also draws and writes them."""
+
+    def picture(self) -> Picture:
+        """Draw the heat maps of all choices as one image: kinds of layers by block."""
+        return picture_of(list(_heat_maps(self)))
+
+    def html(self) -> str:
+        """Render a page with the heat maps and the most sensitive layers."""
+        title = f"The most sensitive {self.level}s"
+        parts = [PageSection("maps", "", maps(self)), PageSection("worst", title, [most_sensitive(self)])]
+        return page(f"Sensitivity of {short_name(self.model)}", "compress sensitivity", parts)
+
+    def save(self, path: str | Path) -> None:
+        """Write the values to a .json file, which a recipe reads by the item `sensitivity`, or the page to .html.
+
+        Raises:
+            OutputError: for another ending, and a file that cannot be written.
+        """
+        path = Path(path)
+        check_output_file(path, SUFFIXES)
+        write_text(path, self.html() if path.suffix == ".html" else self.model_dump_json(indent=1) + "\n")
 
 
 def maps(measured: Sensitivities) -> list[PageBlock]:
@@ -39,18 +67,6 @@ def most_sensitive(measured: Sensitivities, count: int = SHOWN) -> TextTable:
         for row in sorted(measured.found, key=lambda row: -row.kl)[:count]
     ]
     return TextTable((measured.level, "choice", "bits", "KL", "loss"), rows, frozenset({1}))
-
-
-def html(measured: Sensitivities) -> str:
-    """Render a page with the heat maps and the most sensitive layers."""
-    title = f"The most sensitive {measured.level}s"
-    parts = [PageSection("maps", "", maps(measured)), PageSection("worst", title, [most_sensitive(measured)])]
-    return page(f"Sensitivity of {short_name(measured.model)}", "compress sensitivity", parts)
-
-
-def picture(measured: Sensitivities) -> Picture:
-    """Draw the heat maps of all choices as one image: kinds of layers by block."""
-    return picture_of(list(_heat_maps(measured)))
 
 
 def _heat_maps(measured: Sensitivities) -> Iterator[HeatMap]:

@@ -156,3 +156,50 @@ def test_what_was_measured_before_a_failure_is_told(fails_on, variant, pico, tex
     assert fails_on == "the base" or compared[0]["divergence"]["mean"] > 0
     again = CliRunner().invoke(main, ["compare", pico, variant, "--measure", *args[3:]])
     assert again.exit_code == 1 and f"{models[0]['perplexity'][0]['compressed']['perplexity']:.4f}" in again.stdout
+
+
+def test_models_in_memory_are_measured_as_their_checkpoint(variant, pico, settings, tmp_path):
+    """Also in training mode, which they are in afterwards."""
+    pair = compress.load(variant)
+    pair[0].train()
+    stored, loaded = evaluate([variant, pair], settings, base=pico, work=tmp_path / "w").models[1:]
+    assert loaded.source == f"{variant} in memory" and pair[0].training
+    [of_file], [of_memory] = stored.texts, loaded.texts
+    assert of_memory.compressed.by_window == of_file.compressed.by_window
+    assert of_memory.divergence == of_file.divergence
+    assert loaded.size_bytes == pytest.approx(stored.size_bytes, rel=0.02)  # headers of files
+    assert loaded.digest != stored.digest
+
+
+def test_a_model_that_changed_is_measured_anew(pico, settings, pico_ids, tmp_path):
+    """In place, by each kind of change: weights, codes and the cache."""
+    pair = compress.load(pico)
+    digests, losses, sizes = [], [], []
+    for step in (None, compress.Wanda(sparsity=0.5), compress.RTN(weights="int4"), compress.KVCache(keys="int4")):
+        if step is not None:
+            compress.apply(pair[0], step, pico_ids)
+        for _ in range(2):
+            model = evaluate([pico, pair], settings, work=tmp_path).models[1]
+            digests.append(model.digest)
+            losses.append(model.texts[0].compressed.loss)
+        sizes.append(model.size_bytes)
+    assert [first == again for first, again in zip(digests[::2], digests[1::2], strict=True)] == [True] * 4
+    assert len(set(digests)) == 4 and len(set(losses)) == 4 and sizes[2] < sizes[0] / 2
+
+
+def test_one_model_in_memory_and_several(pico, settings, tmp_path):
+    one, other = compress.load(pico), compress.load(pico)
+    compress.apply(other[0], compress.RTN(weights="int3"))
+    [alone] = compress.evaluate(one, settings, work=None).models
+    assert alone.source == f"{pico} in memory" and alone.texts[0].divergence is None
+    found = compress.evaluate([other, one], settings, base=one, work=tmp_path)
+    assert [model.source for model in found.models] == [f"{pico} in memory", f"{pico} in memory 2"]
+    assert found.models[1].texts[0].difference.loss > 0
+    [shown] = compress.compare([one, other], work=tmp_path).models
+    assert shown.source == f"{pico} in memory 2" and shown.smaller > 2
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_model_in_memory_comes_with_its_tokenizer(pico, pico_model, settings, several, tmp_path):
+    with pytest.raises(ModelError, match=r"is of class LlamaForCausalLM; write .* the pair \(model, tokenizer\)"):
+        evaluate([pico, pico_model] if several else pico_model, settings, work=tmp_path)

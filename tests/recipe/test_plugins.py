@@ -22,8 +22,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from compress.passes.contract.layers import Solution
-from compress.passes.contract.passes import LayerPass
+from compress.authoring import LayerPass, Solution
 
 
 class {title}(LayerPass):

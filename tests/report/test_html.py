@@ -8,7 +8,6 @@ import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
 from compress.evaluation.result import RunResult
-from compress.recipe.sensitivities import Sensitivities
 from compress.report.charts import MOST_POINTS, thinned
 from compress.report.depth import by_kind, kind_and_depth
 from compress.report.names import short_name
@@ -18,7 +17,7 @@ from compress.report.render import html
 from compress.report.sections import SECTIONS
 from compress.report.sections.base import Section
 from compress.report.sections.time_and_memory import pipeline
-from compress.report.sensitivity import html as sensitivities
+from compress.report.sensitivity import MeasuredSensitivities
 from compress.report.verdict import headline
 
 VOID = {"meta", "link", "wbr"}
@@ -214,7 +213,7 @@ def test_sensitivities():
         "length": 8,
         "level": "layer",
     }
-    text = sensitivities(Sensitivities(**facts, choices={"int4": {}, HOSTILE: {}}, found=found))
+    text = MeasuredSensitivities(**facts, choices={"int4": {}, HOSTILE: {}}, found=found).html()
     read = Reader(text)
     assert len(read.found("div", role="img")) == 2 and not read.found("script") and HOSTILE in read.text
     assert (

@@ -13,7 +13,7 @@ from compress.evaluation.result import RunResult
 from compress.recipe.sensitivities import FILE, Sensitivities
 from compress.report.render import html
 from compress.report.sections import SECTIONS
-from compress.report.sensitivity import picture
+from compress.report.sensitivity import MeasuredSensitivities
 from compress.report.write import ReportError, read_report, sensitivity_of, write_report
 
 FOUND = Sensitivities.model_validate(sensitivity("org/model"))
@@ -57,10 +57,10 @@ def test_files_of_another_model_and_others_are_errors(tmp_path):
 
 
 def test_the_picture_is_an_svg_with_a_cell_for_each_value_and_escapes_names():
-    drawn = picture(FOUND)
+    drawn = MeasuredSensitivities.model_validate(sensitivity("org/model")).picture()
     root = ElementTree.fromstring(str(drawn))
     titles = [title.text for title in root.findall(".//{*}title")][1:]
     assert len(titles) == 2 * BLOCKS * len(KINDS)
     assert titles[0].startswith(f"{KINDS[0]}, block 0: ") and drawn._repr_svg_() == str(drawn)  # a notebook asks for it
     hostile = json.loads(FOUND.model_dump_json().replace("q_proj", HOSTILE))
-    assert HOSTILE not in str(picture(Sensitivities.model_validate(hostile)))
+    assert HOSTILE not in str(MeasuredSensitivities.model_validate(hostile).picture())

@@ -76,10 +76,9 @@ def _role(name: str, header: Header, vocabularies: set[int]) -> str | None:
     for role, pattern in ROLES.items():
         if any(re.fullmatch(pattern, part) for part in parts):
             return role
-    rows, width = header.shape
-    if rows in vocabularies:
+    if vocabularies.intersection(header.shape[:1]):
         return "LM head"
-    return "one row or column" if 1 in (rows, width) else None
+    return "one row or column" if 1 in header.shape else None
 
 
 def _vocabularies(config: Mapping[str, Any]) -> list[int]:

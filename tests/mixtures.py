@@ -17,7 +17,9 @@ NOISE = 0.3  # of the standard deviation of a weight: experts differ, and the mo
 
 def upcycled(dense: LlamaForCausalLM, experts: int = EXPERTS, noise: float = NOISE) -> MixtralForCausalLM:
     """A mixture of experts from a Llama model; the same at every call, and the global random state stays."""
-    options = {key: value for key, value in dense.config.to_dict().items() if key not in ("architectures", "model_type")}
+    options = {
+        key: value for key, value in dense.config.to_dict().items() if key not in ("architectures", "model_type")
+    }
     config = MixtralConfig(**options, num_local_experts=experts, num_experts_per_tok=PER_TOKEN)
     draw = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):

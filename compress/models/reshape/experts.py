@@ -1,8 +1,8 @@
 """The number of experts: find the tensor dimensions that count them, verify their order, and build a model with fewer.
 
-Nothing is known by the class of a model. The configuration entry is found by its value, the tensors of a router by their
-shapes in the model that the changed configuration describes, and their order by a permutation: experts and rows of the
-router that are permuted alike must leave the output of their module unchanged.
+The class of a model plays no part. The configuration entry is found by its value, the tensors of a router by their
+shapes in the model of the changed configuration. Their order is verified by a permutation: if experts and the rows of
+the router are permuted alike, the output of their module must not change.
 """
 
 from __future__ import annotations

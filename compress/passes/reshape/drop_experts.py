@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import CannotRun, ModelError, NumericError, TargetError, call_foreign, one_line
 from compress.layers.linear import linears
-from compress.models.experts import ROUTED, Expert, Experts, roles
+from compress.models.experts import ROUTED, Experts, roles
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Examples
 from compress.models.reshape.experts import (
@@ -99,7 +100,9 @@ class DropExperts(ReshapingPass):
             _check_enough(statistics.per_token, fewer, label)
             scores = statistics.scores(self.by)
             if not bool(torch.isfinite(scores).all()):
-                raise NumericError(f"{label} {name}: the output of an expert is NaN or infinity on the calibration text")
+                raise NumericError(
+                    f"{label} {name}: the output of an expert is NaN or infinity on the calibration text"
+                )
             numbers[name] = highest(scores, fewer.kept, groups).tolist()
             kept_share = float(scores[numbers[name]].sum() / scores.sum().clamp(min=torch.finfo(scores.dtype).tiny))
             run.journal.add(
@@ -125,8 +128,8 @@ class DropExperts(ReshapingPass):
         counts = sorted({experts.count for experts in sets.values()})
         if not sets:
             raise TargetError(
-                f"{label}: no block of this model has experts of a form that is known: two matrices for each expert, and "
-                "a call with tokens, expert numbers and weights; leave this pass out"
+                f"{label}: no block of this model has experts of the known form: two matrices for each expert, and a "
+                "call with tokens, expert numbers and weights; leave this pass out"
             )
         if len(counts) > 1:
             raise TargetError(
@@ -205,7 +208,8 @@ class RoutedOutputs:
     @classmethod
     def none(cls, experts: int) -> RoutedOutputs:
         """Return the sums over no tokens."""
-        return cls(*(torch.zeros(experts, dtype=torch.float64) for _ in range(3)))
+        tokens, norms, weighted_norms = torch.zeros(3, experts, dtype=torch.float64)
+        return cls(tokens, norms, weighted_norms)
 
     def scores(self, by: str) -> Float[Tensor, " experts"]:
         """Return the importance of each expert; experts without tokens have none."""
@@ -235,7 +239,7 @@ def _observe(experts: Experts, sums: RoutedOutputs, stack: ExitStack) -> None:
         routes[:] = [(chosen, weights)]
         sums.per_token = max(sums.per_token, chosen.shape[-1])
 
-    def after(number: int, output: Tensor) -> None:
+    def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor, number: int) -> None:
         (chosen, weights), token = routes[0], ROUTED.get()
         norms = torch.linalg.vector_norm(output.float(), dim=-1).double()
         gates = torch.where(chosen[token] == number, weights[token], 0).double().sum(-1)
@@ -245,6 +249,4 @@ def _observe(experts: Experts, sums: RoutedOutputs, stack: ExitStack) -> None:
 
     stack.callback(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
     for number in range(experts.count):
-        expert: Expert = experts.expert(number)
-        hook = expert.register_forward_hook(lambda _, args, output, number=number: after(number, output))
-        stack.callback(hook.remove)
+        stack.callback(experts.expert(number).register_forward_hook(partial(after, number=number)).remove)

@@ -35,6 +35,8 @@ from compress.passes.contract.facts import Requirements
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.families.reshaping import ReshapingPass
 
+FEWEST = 2  # a set of one expert is a feed-forward layer, which models state in another way
+
 
 class DropExperts(ReshapingPass):
     """Remove experts of a mixture, the least important of each block first; the result is a stock model.
@@ -53,7 +55,8 @@ class DropExperts(ReshapingPass):
     )
     not_for: ClassVar[str] = (
         "Fewer operations per token: a token is still computed by as many experts. Calibrate on text of the intended "
-        "use, because experts for other text are dropped."
+        "use, because experts for other text are dropped. compress alone loads the result where transformers has no name "
+        "for a single expert (GPT-OSS)."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.13999"
 
@@ -91,18 +94,17 @@ class DropExperts(ReshapingPass):
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
         label, examples = run.label or self.key(), run.calibration[: self.sequences]
         fewer = self._fewer(model, label)
+        measured = routed_outputs(model, examples)
+        for name, statistics in measured.items():
+            _check_enough(statistics.per_token, fewer.count, fewer.kept, label)
+            if not bool(torch.isfinite(statistics.scores(self.by)).all()):
+                raise NumericError(f"{label} {name}: the output of an expert holds NaN or infinity on the text")
         groups = proved_groups(model, fewer, examples[0], label)
         if fewer.kept % groups:
             raise _not_divided(fewer, groups, label)
-        measured = routed_outputs(model, examples)
         numbers: dict[str, list[int]] = {}
         for name, statistics in measured.items():
-            _check_enough(statistics.per_token, fewer, label)
             scores = statistics.scores(self.by)
-            if not bool(torch.isfinite(scores).all()):
-                raise NumericError(
-                    f"{label} {name}: the output of an expert is NaN or infinity on the calibration text"
-                )
             numbers[name] = highest(scores, fewer.kept, groups).tolist()
             kept_share = float(scores[numbers[name]].sum() / scores.sum().clamp(min=torch.finfo(scores.dtype).tiny))
             run.journal.add(
@@ -139,12 +141,13 @@ class DropExperts(ReshapingPass):
         names = [f"{name}.{linear}" for name, experts in sets.items() for linear in linears(experts)]
         why = "the number of experts is uniform in a configuration: all blocks lose as many, or none"
         self.check_all_taken(names, label, why)
-        fewer = fewer_experts(model, counts[0] - self._number(counts[0], label))
+        kept = counts[0] - self._number(counts[0], label)
         try:
             per_token = experts_per_token(model)
         except CannotRun:
-            return fewer  # only the calibration text shows how many experts compute a token
-        _check_enough(per_token, fewer, label)
+            return fewer_experts(model, kept)  # only the calibration text shows how many experts compute a token
+        _check_enough(per_token, counts[0], kept, label)
+        fewer = fewer_experts(model, kept)
         try:
             experts_per_token(fewer.sketch)
         except CannotRun as error:
@@ -160,17 +163,18 @@ class DropExperts(ReshapingPass):
         assert number is not None
         if number == 0:
             raise TargetError(f"{label}: sparsity {self.sparsity:g} of {experts} experts removes none; use count: 1")
-        if number >= experts:
-            raise TargetError(f"{label}: cannot remove {number} of {experts} experts; use at most {experts - 1}")
+        if number > experts - FEWEST:
+            most = f"a mixture has at least {FEWEST}; use at most {experts - FEWEST}"
+            raise TargetError(f"{label}: cannot remove {number} of {experts} experts: {most}")
         return number
 
 
-def _check_enough(per_token: int, fewer: FewerExperts, label: str) -> None:
+def _check_enough(per_token: int, count: int, kept: int, label: str) -> None:
     """Raise TargetError if fewer experts are left than compute a token."""
-    if per_token > fewer.kept:
+    if per_token > kept:
         raise TargetError(
-            f"{label}: {fewer.kept} of {fewer.count} experts are left, but each token is computed by {per_token}; "
-            f"remove at most {fewer.count - per_token}"
+            f"{label}: {kept} of {count} experts are left, but each token is computed by {per_token}; "
+            f"remove at most {count - per_token}"
         )
 
 

@@ -72,6 +72,7 @@ CHAINS: dict[str, list[dict]] = {
     "distill": [{"rtn": INT8}, {"distill": {"train": ["scales", "norms"], **STEPS}}],
     "lkd": [{"rtn": INT8}, {"lkd": {"train": ["scales", "norms"], **STEPS}}],
     "drop_blocks": [{"drop_blocks": {"count": 1}}],
+    "drop_experts": [{"drop_experts": {"count": 1}}],
     "narrow": [{"narrow": {"ffn": 0.5, "multiple": 2}}],
     "slicegpt": [{"slicegpt": {"sparsity": 0.25, "multiple": 8}}],
 }
@@ -127,6 +128,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "the model changes a weight in its forward pass, so no linear is what its checkpoint says",
     ),
     "repeated block": ("runs .* several times in a forward pass", "the model runs one block several times"),
+    "no experts": (
+        "no block of this model has experts of the known form",
+        "the model has no experts, or none of two matrices each that its router calls by their numbers",
+    ),
     "no cache": ("has no KV cache", "no attention module passes keys and values to a cache"),
     "unreached": (
         "no calibration token reached this layer",
@@ -337,7 +342,7 @@ GROUPS = {
         "kv_cache",
     ),
     "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
-    "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "narrow", "slicegpt"),
+    "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "drop_experts", "narrow", "slicegpt"),
 }
 """The tables of the document."""
 

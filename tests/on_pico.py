@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mixtures import mixture_folder
+
 from compress import Calibration, Evaluate, Recipe
 from compress.errors import TargetError
 from compress.pipeline.plan import plan
@@ -18,8 +20,12 @@ FITTING_GROUP = 32  # divides 64, 128 and 288, the widths of the pico model
 
 
 def on_pico(recipe: Recipe) -> Recipe:
-    """The recipe with the pico model and little text; group sizes that its widths cannot have become 32."""
-    asked = recipe.model_copy(update={"model": str(PICO), "calibration": CALIBRATION, "eval": MEASURED})
+    """The recipe with the pico model, or its mixture of experts if a pass needs one, and little text.
+
+    Group sizes that its widths cannot have become 32.
+    """
+    model = mixture_folder() if any(step.requires.experts for step in recipe.passes) else str(PICO)
+    asked = recipe.model_copy(update={"model": model, "calibration": CALIBRATION, "eval": MEASURED})
     try:
         plan(asked)
     except TargetError as error:

@@ -53,6 +53,7 @@ RUNS = {
 """Scripts that run in this process, with their arguments."""
 
 SLOW = {
+    "drop_experts": "--steps 2 --windows 2 --seeds 1",
     "evaluation": "{pico} --data {folder} --tasks '' --text {text} --limit 1 --rounds 1",
     "fuzz": "--inputs 2",
     "kernels": "--threads 1 --shape 64x64 --grid int4 --batch 1",

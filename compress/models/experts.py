@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.initialization import no_init_weights
 
 from compress.errors import CannotRun, call_foreign
 from compress.layers.linear import CompressedLinear
@@ -153,6 +154,23 @@ def exercised(module: nn.Module) -> Iterator[None]:
             child.all_tokens = False
 
 
+@contextmanager
+def computed_by(model: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace the forward pass of every opened set of experts in the context.
+
+    Args:
+        forward: is called with the set and the tensors of the call (`roles`); returns the output.
+    """
+    opened = [module for module in model.modules() if isinstance(module, Experts)]
+    for experts in opened:
+        experts.forward = lambda *args, _experts=experts, **kwargs: forward(_experts, *args, *kwargs.values())
+    try:
+        yield
+    finally:
+        for experts in opened:
+            del experts.forward
+
+
 def unroute(block: nn.Module) -> None:
     """Make every expert below a module compute all tokens; the output stays that of the routed ones."""
     for child in block.modules():
@@ -183,7 +201,9 @@ def open_experts(model: nn.Module) -> list[str]:
                 proved[(*key, layout.transposed)] = _refuted(module, layout)
         valid_layouts = [layout for layout in layouts if proved[(*key, layout.transposed)] is None]
         if valid_layouts:
-            model.set_submodule(name, _opened(module, valid_layouts[0], has_stored_names=valid_layouts[0].up in names))
+            with no_init_weights():  # half of the time of models with thousands of experts
+                opened = _opened(module, valid_layouts[0], has_stored_names=valid_layouts[0].up in names)
+            model.set_submodule(name, opened)
         else:
             reason = proved[(*key, layouts[0].transposed)] if layouts else "they are not two matrices for each expert"
             notes.append(f"{name}: its 3-D weights are not compressed: {reason}")

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.linear import linears
-from compress.models.experts import Experts, roles
-from compress.models.kinds.contract import without_cache
+from compress.models.experts import Experts, computed_by, roles
+from compress.models.kinds.contract import with_cache
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,9 @@ def _named(model: nn.Module, stack: list[str]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _routed(model: nn.Module) -> Iterator[None]:
+def _spread(experts: Experts, *args: Tensor) -> Tensor:
     """Spread the tokens evenly over as many experts as they can choose; a router's choice needs data."""
-    opened = [module for module in model.modules() if isinstance(module, Experts)]
-    for experts in opened:
-        experts.forward = lambda *args, _experts=experts, **kwargs: _spread(_experts, (*args, *kwargs.values()))
-    try:
-        yield
-    finally:
-        for experts in opened:
-            del experts.forward
-
-
-def _spread(experts: Experts, tensors: tuple[Tensor, ...]) -> Tensor:
-    x, chosen, _ = roles(tensors)
+    x, chosen, _ = roles(args)
     used = min(experts.count, chosen.numel())
     for number in range(used):
         experts.expert(number)(x[: math.ceil(chosen.numel() / used)])
@@ -158,7 +146,7 @@ def trace(model: PreTrainedModel, batch: int, context: int) -> tuple[Trace, Trac
     Raises:
         ModelError: if the model does not run without data.
     """
-    use = {"use_cache": True} if without_cache(model) else {}
+    use = with_cache(model)
     ids = torch.zeros(batch, context, dtype=torch.long, device="meta")
     try:
         prefill, output = call_foreign(_run, model, input_ids=ids, **use)
@@ -174,7 +162,7 @@ def trace(model: PreTrainedModel, batch: int, context: int) -> tuple[Trace, Trac
 def _run(model: PreTrainedModel, **inputs: Any) -> tuple[Trace, Any]:
     stack = [""]
     recorder = _Recorder(stack, linears(model).keys())
-    with torch.no_grad(), _routed(model), _named(model, stack), recorder:
+    with torch.no_grad(), computed_by(model, _spread), _named(model, stack), recorder:
         output = model(**inputs)
     cached = _cached(getattr(output, "past_key_values", None))
     return Trace(tuple(recorder.products), recorder.calls, cached), output

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from compress.passes.contract.passes import Pass
 from compress.recipe.plugins import load_file
 from compress.testing import checks
-from compress.testing.model import tiny_ids, tiny_model
+from compress.testing.model import tiny_ids, tiny_mixture, tiny_model
 from compress.testing.trial import PassTrial, require
 
 
@@ -20,7 +20,7 @@ def check_pass(
     step: type[Pass] | Pass | str | Path,
     before: Sequence[Pass] = (),
     after: Sequence[Pass] = (),
-    model: Callable[[], PreTrainedModel] = tiny_model,
+    model: Callable[[], PreTrainedModel] | None = None,
     ids: Tensor | None = None,
 ) -> None:
     """Check that a pass keeps the contract of all passes; nothing is downloaded.
@@ -32,7 +32,8 @@ def check_pass(
         step: a pass, its class (tried with default options), or the file of a plugin.
         before: passes that must precede it.
         after: passes that must follow it.
-        model: makes the same model at every call, with at least three blocks; default: a small one with random weights.
+        model: makes the same model at every call, with at least three blocks; default: a small one with random weights,
+            with experts if the pass needs them.
         ids: calibration ids for the model, [sequences, length].
 
     Raises:
@@ -49,6 +50,7 @@ def check_pass(
     instance = kind() if isinstance(step, type) else step
     checks.check_value(instance)
     checks.check_options(instance)
+    model = model or (tiny_mixture if instance.requires.experts else tiny_model)
     trial = PassTrial(instance, model, tiny_ids() if ids is None else ids, tuple(before), tuple(after), plugins)
     for check in (
         checks.check_apply,

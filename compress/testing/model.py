@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 64
 SEQUENCES, LENGTH = 6, 32
@@ -12,25 +22,37 @@ HIDDEN, INSIDE = 64, 128  # widths that the default group size of 64 columns div
 SPREAD = 0.2  # of the weights; the default of transformers, 0.02, would leave the hidden states nearly unchanged
 
 
+EXPERTS, PER_TOKEN = 4, 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INSIDE,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": False,
+    "initializer_range": SPREAD,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
 def tiny_model() -> PreTrainedModel:
     """Build a decoder of three blocks with grouped-query attention and fixed weights; the global random state stays."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INSIDE,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-        initializer_range=SPREAD,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    return _built(LlamaForCausalLM, LlamaConfig(**SIZES))
+
+
+def tiny_mixture() -> PreTrainedModel:
+    """Build the same with four experts in each block, two of which compute a token."""
+    return _built(MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=PER_TOKEN))
+
+
+def _built(kind: Callable[[Any], PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval().requires_grad_(False)
+        return kind(config).eval().requires_grad_(False)
 
 
 def tiny_ids() -> Tensor:

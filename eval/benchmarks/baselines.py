@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from on_pico import RECIPES, ROOT, on_pico
+from on_pico import PICO, RECIPES, ROOT, on_pico
 
 import compress
 
@@ -30,20 +30,23 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the stored figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stored = json.loads(STORED.read_text())["recipes"] if STORED.exists() else {}
+    known = json.loads(STORED.read_text()) if STORED.exists() else {}
+    stored = known.get("recipes", {})
     unknown = set(arguments.recipes) - {path.stem for path in RECIPES}
     if unknown:
         parser.error(f"no recipe is called {', '.join(sorted(unknown))}")
-    found, text = {}, {}
+    found, text = {}, known.get("evaluation", {})
     for path in RECIPES:
         if arguments.recipes and path.stem not in arguments.recipes:
             continue
+        recipe = on_pico(compress.Recipe.from_yaml(path))
         with tempfile.TemporaryDirectory() as folder:
-            report = compress.run(on_pico(compress.Recipe.from_yaml(path)), folder).report
+            report = compress.run(recipe, folder).report
         found[path.stem] = figures(report)
         quality = report["perplexity"][0]
-        text = {key: quality[key] for key in ("text", "windows", "length", "sha256")}
-        text["base_perplexity"] = round(quality["base"]["perplexity"], 4)
+        if recipe.model == str(PICO):  # passes that need experts have another model
+            text = {key: quality[key] for key in ("text", "windows", "length", "sha256")}
+            text["base_perplexity"] = round(quality["base"]["perplexity"], 4)
         print(f"{path.stem}: {stored.get(path.stem)} -> {found[path.stem]}", flush=True)
     if arguments.write:
         found = dict(sorted({**stored, **found}.items())) if arguments.recipes else found

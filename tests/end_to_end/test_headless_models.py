@@ -82,6 +82,7 @@ WORKS = {
 """Passes by the key of the one that they are for."""
 REFUSED = {
     "kv_cache": ({}, r"has no KV cache \(no attention module passes keys"),
+    "drop_experts": ({"count": 1}, "no block of this model has experts"),
     "slicegpt": ({"multiple": 4}, "a rotation of the hidden states would mix heads"),
 }
 """The options of a pass, and why no encoder has it."""

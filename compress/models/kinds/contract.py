@@ -397,6 +397,14 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if config is None or hasattr(text_config(config), "use_cache") else {}
 
 
+def with_cache(model: nn.Module) -> dict[str, Any]:
+    """Return the argument that turns a model's cache on; empty if its text configuration has no `use_cache`.
+
+    Without data (device meta) some models run with a cache alone: otherwise they read the positions of packed texts.
+    """
+    return {"use_cache": True} if without_cache(model) else {}
+
+
 def run_on(model: nn.Module, batch: Batch, **options: Any) -> Any:
     """Run a model on a batch, without a cache; features are cast to the dtype of its weights.
 

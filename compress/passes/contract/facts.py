@@ -51,6 +51,7 @@ class Requirements:
         new_shape: the model gets another shape; then no layer at all may be what `never_after` says, targeted or not.
         rehearsal: the pass that a plan runs on random weights, if `new_shape`, to find structures that the pass
             refuses; None: no rehearsal.
+        experts: the blocks of the model must have experts.
     """
 
     data: bool = False
@@ -69,6 +70,7 @@ class Requirements:
     batches: bool = False
     new_shape: bool = False
     rehearsal: ModelPass | None = None
+    experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from compress import DropExperts
 from compress.data.ids import token_ids
 from compress.passes.reshape import drop_experts
 
-LENGTH, BATCH = 128, 8
+LENGTH, BATCH, RATE = 128, 8, 3e-4
 SCORES = ("reap", "frequency", "activation")
 BALANCE = 0.02  # weight of the loss that spreads tokens over experts
 
@@ -42,7 +42,9 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     test = token_ids("embedded", "test", tokenizer, arguments.windows, LENGTH, seed=0)
-    text = token_ids("embedded", "calibration", tokenizer, max(arguments.windows, 512), LENGTH, seed=0)
+    text = token_ids(
+        "embedded", "calibration", tokenizer, max(arguments.windows, BATCH * arguments.steps), LENGTH, seed=0
+    )
     model = trained(text, arguments.experts, arguments.steps)
     before = losses(model, test)
     print(f"all {arguments.experts} experts: {float(before.mean()):.4f}")
@@ -61,8 +63,8 @@ def trained(text: torch.Tensor, experts: int, steps: int) -> MixtralForCausalLM:
     """The mixture after some steps of Adam."""
     model = upcycled(AutoModelForCausalLM.from_pretrained(PICO), experts).train().requires_grad_(True)
     model.config.output_router_logits, model.router_aux_loss_coef = True, BALANCE
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=max(2, steps + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=max(2, steps + 1))
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         ids = text[torch.randint(len(text), (BATCH,), generator=draw)]

@@ -43,9 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     test = token_ids("embedded", "test", tokenizer, arguments.windows, LENGTH, seed=0)
-    text = token_ids(
-        "embedded", "calibration", tokenizer, max(arguments.windows, BATCH * arguments.steps), LENGTH, seed=0
-    )
+    text = token_ids("embedded", "calibration", tokenizer, TEXT, LENGTH, seed=0)
     model = trained(text, arguments.experts, arguments.steps)
     before = losses(model, test)
     print(f"all {arguments.experts} experts: {float(before.mean()):.4f}")

@@ -55,8 +55,8 @@ class DropExperts(ReshapingPass):
     )
     not_for: ClassVar[str] = (
         "Fewer operations per token: a token is still computed by as many experts. Calibrate on text of the intended "
-        "use, because experts for other text are dropped. Where transformers has no name for a single expert "
-        "(GPT-OSS), compress alone loads the result."
+        "use, because experts for other text are dropped. If checkpoints of a family have no names for single "
+        "experts, only compress loads the result."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.13999"
 

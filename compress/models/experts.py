@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
-from transformers.initialization import no_init_weights
 
 from compress.errors import CannotRun, call_foreign
 from compress.layers.linear import CompressedLinear
@@ -201,9 +200,7 @@ def open_experts(model: nn.Module) -> list[str]:
                 proved[(*key, layout.transposed)] = _refuted(module, layout)
         valid_layouts = [layout for layout in layouts if proved[(*key, layout.transposed)] is None]
         if valid_layouts:
-            with no_init_weights():  # half of the time of models with thousands of experts
-                opened = _opened(module, valid_layouts[0], has_stored_names=valid_layouts[0].up in names)
-            model.set_submodule(name, opened)
+            model.set_submodule(name, _opened(module, valid_layouts[0], has_stored_names=valid_layouts[0].up in names))
         else:
             reason = proved[(*key, layouts[0].transposed)] if layouts else "they are not two matrices for each expert"
             notes.append(f"{name}: its 3-D weights are not compressed: {reason}")
@@ -249,10 +246,11 @@ def _opened(module: nn.Module, layout: ExpertLayout, has_stored_names: bool) -> 
 
 def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
     """Return a linear that shares its tensors with the module they come from."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear = nn.Linear.__new__(nn.Linear)  # its constructor initializes weights, which takes as long as all the rest
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
+    linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
     return linear
 
 

@@ -10,7 +10,7 @@ import compress
 from compress import RTN, cli
 from compress.cli.show import print_report
 from compress.errors import OutputError, SaveError
-from compress.pipeline import evaluation, plan, sensitivity, starting, timing
+from compress.pipeline import models, plan, sensitivity, starting, timing
 
 
 def call(*args):
@@ -25,7 +25,7 @@ COMMANDS = {
     "sensitivity": (("sensitivity", "MODEL", "--choice", "int4", "--by", "block", *WINDOWS), ".json or .html"),
     "init": (("init", "MODEL"), ".yaml or .yml"),
 }
-WORKERS = ((evaluation, "load"), (sensitivity, "load"), (starting, "plan"))
+WORKERS = ((models, "load"), (sensitivity, "load"), (starting, "plan"))
 """What the commands do first of their work."""
 
 
@@ -97,7 +97,8 @@ def test_results_are_printed_if_writing_them_fails(command, word, pico, tmp_path
     def full(path, text):
         raise SaveError(f"{path}: the disk is full")
 
-    monkeypatch.setattr("compress.checkpoint.containers.files.write_text", full)
+    for module in ("compress.checkpoint.containers.files", "compress.report.sensitivity"):
+        monkeypatch.setattr(f"{module}.write_text", full)
     done = call(*(arg.replace("MODEL", pico) for arg in args), "-o", f"results{endings.split()[0]}")
     assert done.exit_code == 1 and "the disk is full" in done.stderr and word in done.stdout
 

@@ -19,16 +19,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w.:/<])/(?:home|tmp|root|usr|var|work|opt|Users)\b|[A-Z]:\\")
 LITTLE = {"MODEL": str(PICO), "SEQUENCES": 4, "LENGTH": 64, "WINDOWS": 2}
 
-PENDING = {"02-compose-and-measure", "03-prune-distill-quantize"}
-"""Notebooks whose outputs are not stored yet; `python eval/benchmarks/notebooks.py NOTEBOOK --folder WORK` stores them."""
-
-
-def waiting(path: Path):
-    """The notebook as a parameter; of one that is pending the test must fail."""
-    marks = [pytest.mark.xfail(strict=True, reason="its outputs are not stored yet")] if path.stem in PENDING else []
-    return pytest.param(path, marks=marks)
-
-
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -81,7 +71,7 @@ def test_the_notebooks_are_there():
     ]
 
 
-@pytest.mark.parametrize("path", [waiting(path) for path in NOTEBOOKS], ids=lambda path: path.stem)
+@every_notebook
 def test_it_is_stored_with_outputs_of_the_real_model(path):
     code = cells(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))

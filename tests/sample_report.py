@@ -33,6 +33,19 @@ def sample(name: str = "org/model") -> dict[str, Any]:
         },
         "training": {"passes[2] distill": training()},
         "predicted": {"tensor_bytes": 172_000_000, "memory_bytes": 1_300_000_000},
+        "formats": {
+            "gguf": {
+                "folder": "gguf",
+                "tensor_bytes": 171_000_000,
+                "checkpoint_bytes": 171_500_000,
+                "layers": [
+                    {"name": name, "before": "int4 (groups of 64)", "after": "Q4_0", "count": 30, "error": 0.01},
+                ],
+                "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
+                "files": {"model.gguf": "g1" * 32},
+                "checkpoint_sha256": "g2" * 32,
+            }
+        },
         "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
         "journal": journal(name),
         "reproduce": {

@@ -188,6 +188,8 @@ def models_in(models: Model | Sequence[Model]) -> Sequence[Model]:
     """
     if isinstance(models, str | Path) or is_loaded(models):
         return [models]
+    if not isinstance(models, Sequence):
+        evaluated(models)  # raises the error for a model without its tokenizer
     if not models:
         raise RecipeError("models: name at least one: a checkpoint folder, a hub id or a .gguf file")
     return models

@@ -275,7 +275,7 @@ FOREIGN = {
     "fp8: weights that nothing describes": (
         "compressed-tensors-fp8",
         config(lambda v: v.pop("quantization_config")),
-        r"weight in .*\.safetensors holds F8_E4M3, not floats of 16 bits or more, and quantization_config",
+        r"weight in .*\.safetensors holds F8_E4M3, not floats of 16 bits or more, and it has no scale",
     ),
     "bitsandbytes: a huge offset": (
         "bitsandbytes-nf4-double",

@@ -160,7 +160,7 @@ class Sourceless(LayerPass):
 def test_a_pass_without_source_is_told(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("compress.recipe.plugins.inspect.getsource", lambda module: (_ for _ in ()).throw(OSError()))
     result = compress.run(recipe(Sourceless(targets="*.o_proj"), save={"format": "dense"}), tmp_path)
-    assert result.report["reproduce"]["code"]["test_provenance:Sourceless"] == UNKNOWN
+    assert result.report["reproduce"]["code"][f"{Sourceless.__module__}:Sourceless"] == UNKNOWN
     assert any("the source of this pass is not available" in entry.message for entry in result.journal.entries)
 
 

@@ -152,7 +152,13 @@ def test_sections_without_data_are_left_out():
     values = sample() | dict.fromkeys(
         ("perplexity", "agreement", "tasks", "generation", "speed", "kv_cache", "sparsity")
     )
-    values |= {"training": {}, "layers": [], "sensitivity": None, "journal": {"counts": {}, "entries": []}}
+    values |= {
+        "training": {},
+        "layers": [],
+        "formats": {},
+        "sensitivity": None,
+        "journal": {"counts": {}, "entries": []},
+    }
     ids = [known["id"] for known in Reader(page(values)).found("section")]
     assert ids == ["verdict", "size_and_quality", "time_and_memory", "checks", "journal", "reproduction"]
     assert "No fallbacks and no notes." in page(values)

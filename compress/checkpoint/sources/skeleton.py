@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
     assert model is not None
     model.tie_weights()
     # only in 16 bits do the tensors differ that the class creates in float32; a checkpoint may be stored so
-    mark_kept(model, None if dtype in HALVES else _built(kind, folder, config, torch.bfloat16, without_data=True))
+    narrow = None if dtype in HALVES else _built(kind, folder, deepcopy(config), torch.bfloat16, without_data=True)
+    mark_kept(model, narrow)
     mark_read(model)
     generation = folder / "generation_config.json"
     try:

@@ -18,7 +18,7 @@ class FormatsSection(Section):
     """A table with the rows of `rows`, and one with those of `rounded`."""
 
     title: ClassVar[str] = "Formats"
-    order: ClassVar[int] = 25
+    order: ClassVar[int] = 27
 
     def render(self, result: RunResult) -> str | None:
         if not result.formats:

@@ -1,4 +1,4 @@
-"""A mixture of experts with the weights of the pico model: each expert is its feed-forward layer with noise of its own."""
+"""A mixture of experts with the weights of the pico model: each expert is its feed-forward layer with other noise."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Each function writes a folder and returns the dense weights that its layout stat
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,14 @@ def mxfp4(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
         dense[name] = torch.from_numpy(values.reshape(count, outputs, inputs))
     write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
     return dense
+
+
+def maker(cases, tmp_path_factory):
+    """made(case) -> (folder, what its function in `cases` returns); each is made once."""
+
+    @cache
+    def made(case):
+        folder = tmp_path_factory.mktemp("made") / "model"
+        return folder, cases[case](folder)
+
+    return made

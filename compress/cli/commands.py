@@ -113,8 +113,8 @@ def quantize(
     if group_size is not None and bits is None:
         raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
     if model_free:
-        ineffective = {**options, "overwrite": overwrite, "memory": memory, "push-to-hub": push_to_hub}
-        check_model_free(ineffective)
+        ineffective = {**options, "overwrite": overwrite, "memory": memory, "public": public}
+        check_model_free(ineffective | {"push_to_hub": push_to_hub})
         values = {"bits": bits, "group_size": group_size, "targets": targets or ("*",), "ignore": ignore}
         quantize_tensors(model, scheme, out, values | {"device": options["device"] or "cpu"}, as_json)
         return

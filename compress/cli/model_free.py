@@ -11,8 +11,8 @@ import click
 from compress.cli.group import without_collection
 from compress.cli.show import echo, print_json, print_table
 
-SPELLED = {"sets": "set", "texts": "eval", "limits": "fail-if", "formats": "format", "self_share": "self-share"}
-"""Options by the names of their parameters, where these differ."""
+SPELLED = {"sets": "set", "texts": "eval", "limits": "fail-if", "formats": "format"}
+"""Options by the names of their parameters, where these have another word."""
 
 
 def check_model_free(options: Mapping[str, Any]) -> None:
@@ -23,8 +23,9 @@ def check_model_free(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if value and name != "device":
+            option = SPELLED.get(name, name).replace("_", "-")
             raise click.UsageError(
-                f"--{SPELLED.get(name, name)} has no effect with --model-free, which builds no model and reads no text"
+                f"--{option} has no effect with --model-free, which builds no model and reads no text"
             )
 
 

@@ -40,8 +40,10 @@ def path_text(value: Any) -> Any:
 
 
 def is_folder(source: Any) -> bool:
-    """Return whether the source of a text is a folder: a path with a slash, so that no built-in name is one."""
-    return isinstance(source, str) and ("/" in source or "\\" in source) and Path(source).is_dir()
+    """Return whether the source of a text names a folder: by a slash, so that no built-in name is one."""
+    if not isinstance(source, str) or not ("/" in source or "\\" in source):
+        return False
+    return not Path(source).suffix or Path(source).is_dir()
 
 
 PathText = Annotated[str | None, BeforeValidator(path_text)]

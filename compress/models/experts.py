@@ -304,6 +304,8 @@ def unstacked(model: nn.Module, names: Iterable[str], stacked: Mapping[str, str]
         names: of stored tensors.
         stacked: by the end of the name of a tensor, the name of its parts inside of a linear: {"_bias": "bias"}.
     """
+    if not stacked:
+        return {}
     counts = {name: module.count for name, module in model.named_modules() if isinstance(module, Experts)}
     parts = {}
     for name in names:

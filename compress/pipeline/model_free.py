@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of
 from compress.passes.contract.facts import Log
 from compress.passes.contract.journal import Journal
+from compress.passes.quantize.rtn import RTN
 from compress.pipeline.export import check_new_folder, new_folder
 from compress.pipeline.output import check_space
 from compress.pipeline.tensor_plan import TensorPlan, rounding_of
 from compress.recipe.presets import preset, presets
-from compress.recipe.starts import folder_of, quantize_data, quantize_line
+from compress.recipe.starts import quantize_line
 from compress.recipe.tables import ResultTable, Shown
 from compress.report.card import ModelFreeFacts, write_model_free_card
 from compress.version import __version__
@@ -128,28 +129,27 @@ def quantize_folder(
         What was quantized and what was copied.
 
     Raises:
-        RecipeError: for a scheme that needs data, with those that do not.
+        RecipeError: for a scheme that needs data, with those that do not; for both a scheme and bits or none of them.
         ModelError: for a folder that cannot be read, or that is quantized already, and for weights that are not finite.
         TargetError: for weights that the scheme does not fit.
         OutputError: for an output folder that is not empty.
         VerificationError: if codes read back differently.
     """
-    if (scheme is None) == (bits is None):
-        raise RecipeError("scheme: write one, such as scheme='FP8-dynamic', or bits, such as bits=8")
-    source, words = str(source), (scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
-    step = _rounding(source, scheme, bits, group_size)
+    source, name = str(source), scheme or f"int{bits}"
+    data, default = quantize_line(source, scheme, bits, group_size)
+    step = _rounding(data, scheme)
     step = type(step).model_validate(step.model_dump(exclude_unset=True) | {"targets": targets, "ignore": ignore})
-    target = folder_of(source, *words) if out is None else Path(out)
+    target = default if out is None else Path(out)
     check_new_folder(target)
     folder, format_ = TensorFolder.open(source), FORMATS[FORMAT]
     plan = TensorPlan.of(step, folder.roles, format_)
-    work = _Work(folder, plan, device_of(device), Journal(), {})
-    check_space(target, sum(h.size_bytes for path in folder.files for h in work.headers(path).values()))
+    work = _Work(folder, plan, _headers(folder, plan), device_of(device))
+    check_space(target, work.tensor_bytes)
     with new_folder(target) as part:
         work.write(part)
         work.verify(part, target)
-        result = work.result(target, words[0])
-        facts = ModelFreeFacts(source, f"{words[0]}, rounded to nearest", result.tables(), format_.name)
+        result = work.result(target, name)
+        facts = ModelFreeFacts(source, f"{name}, rounded to nearest", result.tables(), format_.name)
         write_model_free_card(part, facts)
     return result
 
@@ -166,16 +166,33 @@ def data_free_schemes() -> list[str]:
     return names
 
 
-def _rounding(source: str, scheme: str | None, bits: int | None, group_size: int | None) -> Any:
-    """Return the pass of a scheme. Raises RecipeError for one that needs data."""
-    if scheme is None:
-        return rounding_of(quantize_line(source, None, bits, group_size)[0]["passes"], {})
-    data = quantize_data(source, scheme)
+def _rounding(data: Mapping[str, Any], scheme: str | None) -> RTN:
+    """Return the pass of a recipe of one line. Raises RecipeError for a scheme that needs data."""
     try:
-        return rounding_of(preset(scheme).passes, data.get("save", {}))
+        return rounding_of(data["passes"] if scheme is None else preset(scheme).passes, data.get("save", {}))
     except RecipeError as error:
         works = ", ".join(data_free_schemes())
         raise RecipeError(f"scheme {scheme}: without a model it cannot be used: {error}; use one of {works}") from error
+
+
+def _module(name: str, plan: TensorPlan) -> str | None:
+    """Return the module of a tensor that is quantized; None for one that is copied."""
+    module = name.removesuffix(WEIGHT)
+    return module if module != name and module in plan.steps else None
+
+
+def _headers(folder: TensorFolder, plan: TensorPlan) -> dict[Path, dict[str, Header]]:
+    """Return dtype and shape of the tensors that each file becomes. Raises ModelError for a name that is taken."""
+    headers_by_file: dict[Path, dict[str, Header]] = {}
+    for path in folder.files:
+        headers = headers_by_file.setdefault(path, {})
+        for name in folder.names_in(path):
+            module = _module(name, plan)
+            stored = {name: folder.places[name].header} if module is None else plan.headers(module)
+            if clash := [key for key in stored if key in headers or (key != name and key in folder.places)]:
+                raise ModelError(f"model: {folder.folder} holds {clash[0]}, which codes are stored as; remove it")
+            headers |= stored
+    return headers_by_file
 
 
 @dataclass(frozen=True)
@@ -185,34 +202,32 @@ class _Work:
     Attributes:
         folder: The source.
         plan: The quantized linears.
+        headers: Dtype and shape of the tensors that each file becomes.
         device: Where codes are computed.
         journal: Receives notes.
         schemes: The scheme of each written linear, and its sha256.
+        absmax: The largest magnitude of linears that share a factor of their scales.
     """
 
     folder: TensorFolder
     plan: TensorPlan
+    headers: dict[Path, dict[str, Header]]
     device: torch.device
-    journal: Journal
-    schemes: dict[str, tuple[LayerScheme, str]]
+    journal: Journal = field(default_factory=Journal)
+    schemes: dict[str, tuple[LayerScheme, str]] = field(default_factory=dict)
+    absmax: dict[tuple[str, ...], float] = field(default_factory=dict)
 
-    def headers(self, path: Path) -> dict[str, Header]:
-        """Return dtype and shape of the tensors that a file becomes."""
-        headers: dict[str, Header] = {}
-        for name in self.folder.names_in(path):
-            module = self._module(name)
-            stored = {name: self.folder.places[name].header} if module is None else self.plan.headers(module)
-            if clash := [key for key in stored if key in headers or (key != name and key in self.folder.places)]:
-                raise ModelError(f"model: {self.folder.folder} holds {clash[0]}, which codes are stored as; remove it")
-            headers |= stored
-        return headers
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of the written tensors."""
+        return sum(header.size_bytes for headers in self.headers.values() for header in headers.values())
 
     def write(self, part: Path) -> None:
         """Write all files of the checkpoint but the card."""
-        writer, files = TensorWriter(part), self.folder.files
-        for number, path in enumerate(files, 1):
-            writer.add(number, len(files), self.headers(path), self._tensors(path))
-        shapes = {name: header.shape for path in files for name, header in self.headers(path).items()}
+        writer = TensorWriter(part)
+        for number, (path, headers) in enumerate(self.headers.items(), 1):
+            writer.add(number, len(self.headers), headers, self._tensors(path))
+        shapes = {name: header.shape for headers in self.headers.values() for name, header in headers.items()}
         tables = {name.removesuffix(WEIGHT) for name, role in self.folder.roles.unchanged.items() if role == TABLE}
         dense = dense_names(self._tied_head(), shapes, self.schemes.keys() | tables)
         stated = {name: scheme for name, (scheme, _) in self.schemes.items()}
@@ -240,20 +255,14 @@ class _Work:
         reasons = self.folder.roles.unchanged | {f"{name}{WEIGHT}": IGNORED for name in self.plan.skipped}
         counts = Counter((kind_of(name), reason) for name, reason in reasons.items())
         unchanged = {kind: (reason, count) for (kind, reason), count in counts.items()}
-        written = sum(h.size_bytes for path in self.folder.files for h in self.headers(path).values())
         source_bytes = sum(place.header.size_bytes for place in self.folder.places.values())
         notes = [f"{entry.where}: {entry.message}" for entry in self.journal.entries]
-        return FolderResult(folder, scheme, source_bytes, written, tuple(layers), unchanged, tuple(notes))
-
-    def _module(self, name: str) -> str | None:
-        """Return the module of a tensor that is quantized; None for one that is copied."""
-        module = name.removesuffix(WEIGHT)
-        return module if module != name and module in self.plan.steps else None
+        return FolderResult(folder, scheme, source_bytes, self.tensor_bytes, tuple(layers), unchanged, tuple(notes))
 
     def _tensors(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that a file becomes, one source tensor after the other."""
         for name in self.folder.names_in(path):
-            tensor, module = self._read(name), self._module(name)
+            tensor, module = self._read(name), _module(name, self.plan)
             if module is None:
                 yield name, tensor
                 continue
@@ -270,9 +279,12 @@ class _Work:
 
     def _absmax(self, module: str) -> float | None:
         """Return the largest magnitude of the linears that share a factor of their scales with one."""
-        members = self.plan.together.get(module, ())
-        tensors = (self._read(f"{name}{WEIGHT}") for name in members)
-        return max((float(tensor.abs().max()) for tensor in tensors), default=None)
+        members = self.plan.together.get(module)
+        if members is None:
+            return None
+        if members not in self.absmax:
+            self.absmax[members] = max(float(self._read(f"{name}{WEIGHT}").abs().max()) for name in members)
+        return self.absmax[members]
 
     def _log(self, name: str) -> Log:
         def log(kind: str, message: str, **figures: Any) -> None:

@@ -174,8 +174,12 @@ def evaluated(model: Model, suffix: str = "") -> EvaluatedModel:
         return ModelInMemory(f"{model[0].name_or_path or type(model[0]).__name__} in memory{suffix}", *model)
     if isinstance(model, str | Path):
         return StoredModel.of(str(model))
-    raise ModelError(
-        f"model: is of class {type(model).__name__}; write a folder, a hub id, a .gguf file, or the pair "
+    raise _other_class(model)
+
+
+def _other_class(value: object) -> ModelError:
+    return ModelError(
+        f"model: is of class {type(value).__name__}; write a folder, a hub id, a .gguf file, or the pair "
         "(model, tokenizer) that compress.load returns"
     )
 
@@ -185,11 +189,12 @@ def models_in(models: Model | Sequence[Model]) -> Sequence[Model]:
 
     Raises:
         RecipeError: if there is none.
+        ModelError: for a value of another class, such as a model without its tokenizer.
     """
     if isinstance(models, str | Path) or is_loaded(models):
         return [models]
     if not isinstance(models, Sequence):
-        evaluated(models)  # raises the error for a model without its tokenizer
+        raise _other_class(models)
     if not models:
         raise RecipeError("models: name at least one: a checkpoint folder, a hub id or a .gguf file")
     return models

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from compress.errors import RecipeError
 from compress.passes.contract.journal import Journal
 from compress.pipeline.finish import Result
 from compress.pipeline.run import run
@@ -66,10 +65,6 @@ def quantize(
         RecipeError: for an unknown scheme, both a scheme and bits, or a setting that does not exist.
         CompressError: as `compress.run`.
     """
-    if (scheme is None) == (bits is None):
-        raise RecipeError("scheme: write one, such as scheme='W4A16', or bits, such as bits=4, group_size=128")
-    if scheme is not None and group_size is not None:
-        raise RecipeError("group_size: is an option of bits; a scheme has its own groups")
     return _run(quantize_line(str(model), scheme, bits, group_size), out, settings, options)
 
 

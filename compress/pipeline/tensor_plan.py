@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,8 +67,8 @@ class TensorPlan:
     schemes: dict[str, LayerScheme]
     storage: dict[str, torch.dtype]
     format: Format
-    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
+    together: dict[str, tuple[str, ...]]
+    skipped: tuple[str, ...]
 
     @classmethod
     def of(cls, step: RTN, roles: TensorRoles, format_: Format) -> TensorPlan:
@@ -81,7 +81,7 @@ class TensorPlan:
         others = {name.rpartition(".")[0]: frozenset[str]() for name in roles.unchanged}
         names = ModuleNames(dict.fromkeys(roles.linears, classes), others, (), (), roles.linears)
         step = step.on_model(names, LABEL)
-        plan = cls({}, {}, roles.dtypes, format_)
+        steps, schemes = dict[str, RTN](), dict[str, LayerScheme]()
         reasons: dict[str, str] = {}
         for name in chosen_linears(step, list(roles.linears), LABEL):
             layer_step = step.for_layer(name)
@@ -91,8 +91,8 @@ class TensorPlan:
             if reason is not None:
                 reasons[name] = reason
                 continue
-            plan.steps[name] = layer_step
-            plan.schemes[name] = format_.adapt(effects.scheme) or effects.scheme
+            steps[name] = layer_step
+            schemes[name] = format_.adapt(effects.scheme) or effects.scheme
         if reasons:
             first, *further = reasons
             names_to_ignore = ", ".join(f"{name!r}" for name in [first, *further][:SHOWN])
@@ -100,8 +100,8 @@ class TensorPlan:
             raise TargetError(
                 f"{LABEL}: {first}: {reasons[first]}{more}; to leave them unchanged, ignore {names_to_ignore}"
             )
-        plan.together.update(_siblings(plan))
-        return TensorPlan(**{**vars(plan), "skipped": tuple(n for n in roles.linears if n not in plan.steps)})
+        skipped = tuple(name for name in roles.linears if name not in steps)
+        return cls(steps, schemes, roles.dtypes, format_, _siblings(steps, schemes), skipped)
 
     def headers(self, name: str) -> dict[str, Header]:
         """Return dtype and shape of the stored tensors of a linear by their full names."""
@@ -131,15 +131,15 @@ class TensorPlan:
         return {f"{name}.{key}": tensor.cpu() for key, tensor in stored.items()}
 
 
-def _siblings(plan: TensorPlan) -> dict[str, tuple[str, ...]]:
+def _siblings(steps: Mapping[str, RTN], schemes: Mapping[str, LayerScheme]) -> dict[str, tuple[str, ...]]:
     """Return the linears of one module with equally wide inputs, where the scales of their grid have a common factor.
 
     Servers fuse layers with the same input, which these include, and need one factor for them.
     """
     groups: dict[tuple[str, str, int], list[str]] = {}
-    for name, step in plan.steps.items():
+    for name, step in steps.items():
         if step.grid.scaling.shared_count(1, 1):
-            key = name.rpartition(".")[0], step.weights, plan.schemes[name].shape[1]
+            key = name.rpartition(".")[0], step.weights, schemes[name].shape[1]
             groups.setdefault(key, []).append(name)
     return {name: tuple(members) for members in groups.values() for name in members}
 

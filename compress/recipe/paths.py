@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from compress.data.dataset_rows import BUILDERS
-from compress.data.text_source import FILES
+from compress.data.text_source import FILES, is_folder
 from compress.passes.contract.discovery import is_class
 from compress.passes.contract.options import MODEL_SOURCE
 from compress.passes.contract.passes import Pass
@@ -53,8 +53,7 @@ def with_paths(data: Any, change: Change, folder: Path | None = None) -> Any:
         return change(value, place) if _ends(value, BUILDERS) else model(value, place)
 
     def source(value: Any, place: Place) -> Any:
-        is_folder = isinstance(value, str) and "/" in value
-        return change(value, place) if is_folder or _ends(value, FILES) else value
+        return change(value, place) if is_folder(value) or _ends(value, FILES) else value
 
     def always(value: Any, place: Place) -> Any:
         return change(value, place) if isinstance(value, str) else value

@@ -28,8 +28,13 @@ def quantize_line(
     """Return the recipe of `quantize`, by a preset or by GPTQ to integers of some bits, and its output folder.
 
     Raises:
-        RecipeError: if the preset is unknown.
+        RecipeError: if the preset is unknown, for both a scheme and bits or none of them, and for a group size of a
+            scheme.
     """
+    if (scheme is None) == (bits is None):
+        raise RecipeError("scheme: write one, such as scheme='W4A16', or bits, such as bits=4, group_size=128")
+    if scheme is not None and group_size is not None:
+        raise RecipeError("group_size: is an option of bits; a scheme has its own groups")
     folder = folder_of(model, scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
     if scheme is not None:
         return quantize_data(model, scheme), folder

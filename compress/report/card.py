@@ -252,8 +252,7 @@ def write_model_free_card(folder: Path, facts: ModelFreeFacts) -> None:
     base = {"base_model": source, "base_model_relation": "quantized"} if _on_hub(source) else {}
     front = {**base, **base_metadata(facts.source), "library_name": PROJECT, "tags": ["compress", facts.form]}
     name = Path(source).name
-    titles = (f"## {shown.head[0].capitalize()}" for shown in facts.tables)
-    shown = [f"{title}\n\n{table(part.head, part.rows)}" for title, part in zip(titles, facts.tables, strict=True)]
+    tables = [f"## {part.head[0].capitalize()}\n\n{table(part.head, part.rows)}" for part in facts.tables]
     sizes = facts.tables[0].title.rpartition(": ")[2]
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
@@ -262,7 +261,7 @@ def write_model_free_card(folder: Path, facts: ModelFreeFacts) -> None:
         "**Nothing was verified by running the model.** It was not built, no text was read, and its quality was not "
         "measured. The stored codes were read back and are equal to the computed ones. Programs that know the "
         f"architecture and read format {facts.form} load it; none was run.",
-        *shown,
+        *tables,
     ]
     write_text(folder / FILE, "\n\n".join(parts) + "\n")
 

@@ -66,6 +66,12 @@ def test_only_the_files_and_rows_of_the_sequences_are_read(folder, tokenizer):
     assert len(opened_in(folder)) == FILES and whole.documents == FILES * ROWS and not whole.streamed
 
 
+def test_a_folder_that_is_missing_is_named_as_one(tmp_path, tokenizer):
+    source = TextSource(source=f"{tmp_path}/none", streaming=True)
+    with pytest.raises(CalibrationError, match="none: no such file or folder"):
+        sample(source, "calibration", tokenizer, 2, 32, seed=0)
+
+
 def test_equal_seeds_read_equal_rows_and_other_seeds_other_files(folder, tokenizer):
     (first, use), (again, same) = (sample(stream(folder), "calibration", tokenizer, 4, 64, seed=1) for _ in range(2))
     other, different = sample(stream(folder), "calibration", tokenizer, 4, 64, seed=2)

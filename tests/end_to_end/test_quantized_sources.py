@@ -33,15 +33,7 @@ PIECES = {"source": "embedded", "sequences": 2, "length": 32}
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """made(case) -> (folder, dense weights by the names of the stored layers)."""
-    found = {}
-
-    def make(case):
-        if case not in found:
-            folder = tmp_path_factory.mktemp("made") / "model"
-            found[case] = folder, CASES[case](folder)
-        return found[case]
-
-    return make
+    return sources.maker(CASES, tmp_path_factory)
 
 
 def recipe(model, *passes, evaluate=None, **save):

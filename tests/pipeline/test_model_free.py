@@ -234,9 +234,18 @@ def test_the_command_says_that_nothing_was_run_and_refuses_options_of_runs(pico,
     assert "nothing was verified by running the model" in done.output and "embedding" in done.output
     shown = CliRunner().invoke(main, [*arguments[:-1], str(tmp_path / "json"), "--json"])
     assert json.loads(shown.output)["tensor_bytes"] == sum(t.nbytes for t in tensors_in(tmp_path / "out").values())
-    for extra in (["--eval", "none"], ["--set", "seed=1"], ["--format", "awq"], ["--memory", "1GB"], ["--overwrite"]):
+    for extra in (
+        ["--eval", "none"],
+        ["--set", "seed=1"],
+        ["--format", "awq"],
+        ["--memory", "1GB"],
+        ["--overwrite"],
+        ["--public"],
+    ):
         refused = CliRunner().invoke(main, [*arguments, *extra])
         assert refused.exit_code == 2 and f"{extra[0]} has no effect with --model-free" in refused.output
+    with pytest.raises(RecipeError, match="group_size: is an option of bits"):
+        compress.quantize_folder(pico, "W8A16", group_size=32)
     alone = CliRunner().invoke(main, ["quantize", pico, "--scheme", "W8A16", "--ignore", "x"])
     assert alone.exit_code == 2 and "options of --model-free" in alone.output
 

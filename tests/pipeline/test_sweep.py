@@ -149,7 +149,10 @@ def test_variants_of_two_models_have_a_chart_each(rtn, recipe, tiny_folder, tmp_
     result = compress.sweep(plain, {"model": [rtn.model, other.model]}, tmp_path, executor=Serial())
     assert [run.state for run in result.runs] == ["complete"] * 2, result
     assert len(result.groups) == 2 and len(result.charts()) == 2
-    assert [row[result.table().head.index("front")] for row in result.table().rows] == ["yes", "yes"]  # each of its own
+    assert [row[result.table().head.index("front")] for row in result.table().rows] == [
+        "yes",
+        "yes",
+    ]  # a front for each
     assert str(result.picture()).count("<title>") == 1 + 2
 
 

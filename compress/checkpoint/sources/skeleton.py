@@ -37,7 +37,7 @@ def _check_entries(values: Mapping[str, Any], source: str, trust_remote_code: bo
     """Check the entries of config.json, which transformers then reads from the file again.
 
     Raises:
-        ModelError: for a model that needs code of its own, which is not trusted.
+        ModelError: for a model that needs its own code, which is not trusted.
         ValueError: for entries that `check_config` refuses.
     """
     check_config(values, trust_remote_code)

@@ -35,15 +35,7 @@ CASES: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """made(case) -> (folder, dense weights by the names of the stored layers)."""
-    found = {}
-
-    def make(case):
-        if case not in found:
-            folder = tmp_path_factory.mktemp("made") / "model"
-            found[case] = folder, CASES[case](folder)
-        return found[case]
-
-    return make
+    return sources.maker(CASES, tmp_path_factory)
 
 
 @pytest.fixture

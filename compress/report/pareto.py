@@ -230,7 +230,7 @@ class Variants(Shown):
         parts = [
             PageSection("plot", "", [Prose(text), self.chart("Size and quality")]),
             PageSection("verdicts", "Verdicts", [Items(self.verdicts())]),
-            PageSection("table", "ResultTable", [TextTable(table.head, table.rows)]),
+            PageSection("table", "Variants", [TextTable(table.head, table.rows)]),
         ]
         return page(f"{len(self.models)} variants of one model", "compress compare", parts)
 

@@ -69,9 +69,9 @@ def with_self_share(
         passes: Of the recipe; without calibration they need no text.
         model: Its model, which may be without weights.
     """
-    share, notes = calibration.self_share, []
-    if share == "auto":
-        calibrates = any(step.requires.data for step in passes)
+    notes = []
+    if calibration.self_share == "auto":
+        samples = _may_sample(calibration, passes, model)
         size_bytes = weights_bytes(model)
         device = model.device.type
         memory_bytes = (
@@ -80,9 +80,8 @@ def with_self_share(
             else psutil.virtual_memory().total
         )
         fits = size_bytes <= MEMORY_SHARE * memory_bytes
-        share = AUTO_SHARE if calibrates and adapter_of(model).streams and fits else 0.0
-        calibration = calibration.model_copy(update={"self_share": share})
-        if calibrates and adapter_of(model).streams and not fits:
+        calibration = calibration.model_copy(update={"self_share": AUTO_SHARE if samples and fits else 0.0})
+        if samples and not fits:
             notes.append(
                 f"calibration: no text is sampled from the model (self_share: auto), because its weights "
                 f"({size_bytes / 1e9:.1f} GB) take more than half of the memory"
@@ -96,6 +95,14 @@ def with_self_share(
             f"tokens, {operations / 1e12:.2g} TFLOP, once for a model and its options; self_share: 0 leaves them out"
         )
     return calibration, tuple(notes)
+
+
+def _may_sample(calibration: Calibration, passes: Sequence[Pass], model: PreTrainedModel) -> bool:
+    """Return whether `self_share: auto` has sequences of a text to replace, and a model that generates text."""
+    replaces_text = not calibration.sampled and not calibration.stored
+    divides = calibration.length is not None and (calibration.sequences or 0) > 1
+    calibrates = any(step.requires.data for step in passes)
+    return replaces_text and divides and calibrates and adapter_of(model).streams
 
 
 def with_fitting_windows(

@@ -91,7 +91,8 @@ class Calibration(Options, TextSource):
             reasons = super()._useless()
             if self.self_share and not self.sampled:
                 reasons = {name: reason for name, reason in reasons.items() if name not in SAMPLING}
-            return reasons | ({"self_share": "the whole text is sampled"} if self.sampled else {})
+            repeated = self.sampled and self.self_share != "auto"
+            return reasons | ({"self_share": "the whole text is sampled"} if repeated else {})
         names = set(TextSource.model_fields) - set(self.kinds)
         return dict.fromkeys(sorted(names), "a mixture has this option in each of its texts")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from compress.errors import RecipeError
 from compress.passes import PASSES
 from compress.recipe.presets import KEY, preset
+
+SAMPLED: Mapping[str, Any] = {"self_share": "auto"}
+"""Calibration of one-line commands: half of the text is sampled from the model, where that is possible."""
 
 
 def quantize_data(model: str, scheme: str) -> dict[str, Any]:
@@ -37,9 +41,10 @@ def quantize_line(
         raise RecipeError("group_size: is an option of bits; a scheme has its own groups")
     folder = folder_of(model, scheme or f"int{bits}", group_size and f"groups-of-{group_size}")
     if scheme is not None:
-        return quantize_data(model, scheme), folder
+        return {**quantize_data(model, scheme), "calibration": dict(SAMPLED)}, folder
     groups = {} if group_size is None else {"group_size": group_size}
-    return {"model": model, "passes": [{"gptq": {"weights": f"int{bits}", **groups}}]}, folder
+    passes = [{"gptq": {"weights": f"int{bits}", **groups}}]
+    return {"model": model, "calibration": dict(SAMPLED), "passes": passes}, folder
 
 
 def prune_line(model: str, method: str, pattern: str | None, sparsity: float | None) -> tuple[dict[str, Any], Path]:
@@ -55,7 +60,7 @@ def prune_line(model: str, method: str, pattern: str | None, sparsity: float | N
         )
     values = {"pattern": pattern, "sparsity": sparsity}
     options = {name: value for name, value in values.items() if value is not None}
-    data = {"model": model, "passes": [{method: options}], "save": {"format": "dense"}}
+    data = {"model": model, "calibration": dict(SAMPLED), "passes": [{method: options}], "save": {"format": "dense"}}
     return data, folder_of(model, method, pattern, sparsity)
 
 

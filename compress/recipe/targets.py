@@ -30,8 +30,11 @@ BETTER = "comes with Python; better: wikitext, c4, ultrachat, or a .txt or .json
 CALIBRATION = """\
 calibration:                  # text that shows the model's usual inputs; errors on it are kept small
   source: {source:<19} # {about}
-  sequences: {sequences:<16} # more lose a little less and take longer
+{share}  sequences: {sequences:<16} # more lose a little less and take longer
   length: {length:<19} # tokens of a sequence
+"""
+SELF_SHARE = """\
+  self_share: auto            # half of the sequences are sampled from the model itself; 0: none
 """
 EVALUATION = """\
 eval:                         # of the written checkpoint and of the model as it was; null: none
@@ -176,6 +179,7 @@ def recipe_text(
         body = re.sub(r"(group_size: )\d+ *", lambda match: f"{match[1]}{group_size}".ljust(len(match[0])), body)
     if start.sequences is not None:
         about = {"source": _scalar(source), "about": BETTER if source == EMBEDDED else "or another one"}
+        about["share"] = "" if source == SELF else SELF_SHARE
         lines.append(CALIBRATION.format(sequences=start.sequences, length=length, **about).rstrip())
     measured = f"{measure}: [{_scalar(EMBEDDED if source == SELF else source)}]"
     return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length, measure=measured)])

@@ -106,6 +106,17 @@ def test_a_model_that_generates_no_text_is_not_sampled(tiny):
     assert decided.self_share == 0 and not notes
 
 
+@pytest.mark.parametrize(
+    "values", [{"source": "self"}, {"source": "ids.npy", "sequences": None}, {"source": "ids.npy"}, {"sequences": 1}]
+)
+def test_a_text_that_cannot_be_divided_is_read_as_it_is(values, tiny):
+    calibration = Calibration(self_share="auto", **values)
+    decided, notes = defaults.with_self_share(calibration, [compress.GPTQ()], tiny("llama"))
+    assert decided.self_share == 0 and decided.sequences == calibration.sequences
+    assert sum(count or 0 for _, count in decided.texts()) == (calibration.sequences or 0)
+    assert bool(notes) == calibration.sampled  # the whole text is sampled
+
+
 def test_a_model_of_more_than_half_the_memory_is_not_sampled(pico, monkeypatch):
     memory = SimpleNamespace(total=1000, available=defaults.psutil.virtual_memory().available)
     monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: memory)

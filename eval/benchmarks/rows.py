@@ -377,8 +377,6 @@ UNSHRUNK = (
     "quip_sharp-3-learned",
     "quantease",
     "best-int3-g192",
-    "owq-int3-0.5",
-    "owq-int3-0.167",
     "pb_llm-learned",
     "quip_sharp-learned",
     "permuted-sparsegpt-2:4",
@@ -403,6 +401,8 @@ EARLIER = (
     "lorc-int3-rank19-weight",
     "lorc-int3-rank5",
     "gptq-int3-g32",
+    "owq-int3-0.167",
+    "owq-int3-0.5",
     "lkd-int3",
     "gptq-int3-g48",
     "qat-int3",
@@ -447,6 +447,8 @@ def earlier(steps: list[dict]) -> list[dict]:
             options["signed_scales"] = False
         if key in ("wanda", "ria", "sparsegpt") and "weights" not in options:
             options["repair"] = 0
+        if key == "owq":
+            options = {**options, "scale": "mse", "normalize_tokens": False, "refine": 0}
         if key == "kv_cache" and options.get("scale") != "static":
             options["key_group"] = None
         found.append({key: options})

@@ -359,7 +359,8 @@ def layer(draw: Draw) -> None:
     """Describe a layer of format native anew, mostly with tensors of this description."""
     path = draw.folder / "config.json"
     config = draw.json(path)
-    layers = (config.get("quantization_config") or {}).get("layers") if isinstance(config, dict) else None
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    layers = quantization.get("layers") if isinstance(quantization, dict) else None
     if not isinstance(layers, dict) or not layers:
         return
     name = draw.random.choice(sorted(layers))

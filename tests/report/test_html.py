@@ -161,14 +161,14 @@ def test_sections_without_data_are_left_out():
     }
     ids = [known["id"] for known in Reader(page(values)).found("section")]
     assert ids == ["verdict", "size_and_quality", "time_and_memory", "checks", "journal", "reproduction"]
-    assert "No fallbacks and no notes." in page(values)
+    assert "No warnings and no notes." in page(values)
 
 
 def test_every_entry_of_the_journal_is_shown(whole):
     text = Reader(whole).text
     assert all(f"passes[1] gptq model.layers.{i} (tokens {i})" in text for i in range(BLOCKS))
-    fallback, *notes = blocks("journal", sample())
-    assert fallback.kind == "fallback" and len(fallback.places) == BLOCKS and {note.kind for note in notes} == {"note"}
+    warning, *notes = blocks("journal", sample())
+    assert warning.label == "warning" and len(warning.places) == BLOCKS and {note.label for note in notes} == {"note"}
 
 
 def test_tasks_have_intervals_flips_and_failures(whole):

@@ -162,7 +162,9 @@ def test_transformers_needs_the_dense_model(long):
 
 def test_a_machine_that_is_too_small(long, tmp_path, monkeypatch):
     monkeypatch.setattr("compress.pipeline.plan.available_bytes", lambda device: 1000)
-    with pytest.raises(ShortageError, match=r"memory: .* needs .*; 0\.00100 MB are available to this process; it fits with"):
+    with pytest.raises(
+        ShortageError, match=r"memory: .* needs .*; 0\.00100 MB are available to this process; it fits with"
+    ):
         compress.run(long(), tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert any(

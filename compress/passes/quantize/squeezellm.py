@@ -32,7 +32,7 @@ from compress.train.student import trainable
 
 
 class SqueezeLLM(ModelPass):
-    """Give each row of a weight a dictionary of its own, by k-means weighted with the sensitivity of every weight.
+    """Give each row of a weight its own dictionary, by k-means weighted with the sensitivity of every weight.
 
     The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (section 4.1), F the diagonal of the
     empirical Fisher information: the mean over sequences of the squared gradient of the loss of the text. k-means

@@ -36,7 +36,7 @@ class SpQR(CompensatingPass):
 
     The scales (and minima) of 16 rows in a group of columns share their range, two float16 numbers each (section 4.1).
     A weight is an outlier if its group loses most without it: the squared error of the group, weighted by 1 / [U_jj]^2,
-    less that of the others with a range of their own (section 4.1, equation 3). The `outliers` with the largest
+    less that of the others with their own range (section 4.1, equation 3). The `outliers` with the largest
     decrease of a layer are chosen before the sweep, so that their number is known. The sweep of GPTQ rounds the others,
     and outliers take up errors without any of their own.
     """

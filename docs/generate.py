@@ -97,7 +97,7 @@ def commands_by_task() -> str:
     """A table of the commands by the task that they serve, with an example of each task."""
     lines = ["| task | commands | example |", "|---|---|---|"]
     for title, task in TASKS.items():
-        names = ", ".join(f"[`{name}`](#compress-{name})" for name in task.commands)
+        names = ", ".join(f"`{name}`" for name in task.commands)
         lines.append(f"| {title} | {names} | `{task.example}` |")
     return "\n".join(lines)
 

@@ -109,7 +109,7 @@ def test_size_and_quality_by_hand(report):
     assert summary(report) == [
         ("checkpoint, MB", "10.0", "5.00", "2.00x smaller"),
         ("bits per weight, 3 layers", "16.00", "4.000", "4.00x smaller"),
-        ("perplexity, a (2 x 8 tokens)", "10.00", "12.50", "1.250x"),
+        ("perplexity, a (2 x 8 tokens)", "10.00", "12.50", "+25.0%"),
     ]
 
 

@@ -14,7 +14,7 @@ from compress.report.page.numbers import data_size, number
 from compress.report.sections.base import Section, table
 from compress.report.verdict import storage_bits, x_smaller
 
-HEAD = ("", "before", "after", "ratio")
+HEAD = ("", "before", "after", "change")
 
 
 class SizeAndQualitySection(Section):

@@ -89,7 +89,7 @@ class SweepResult(Shown, BaseModel):
             )
         if limited := [run for run in self.runs if run.error is not None]:
             names = ", ".join(run.name for run in limited)
-            raise QualityError(f"{len(limited)} of {len(self.runs)} runs are below their limits of quality: {names}")
+            raise QualityError(f"{len(limited)} of {len(self.runs)} runs exceed a limit of fail_if: {names}")
 
     @property
     def failed(self) -> list[SweptRun]:

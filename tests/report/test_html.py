@@ -246,9 +246,9 @@ def test_the_size_of_a_source_that_is_quantized_already():
     values = sample()
     values["size"]["source_bytes"] = values["size"]["checkpoint_bytes"] // 2
     report = RunResult.from_json(values)
-    assert headline(report).startswith("2.00 times larger than the given file, 3.12 times smaller than in ")
+    assert headline(report).startswith("2.00 times larger than the source file, 3.12 times smaller than in ")
     text = Reader(page(values)).text
-    assert "checkpoint against the given file, MB" in text and "the given file has" in text
+    assert "checkpoint against the source file, MB" in text and "the source file has" in text
     values["size"]["source_bytes"] = values["size"]["dense_bytes"] + 4096  # headers
     assert headline(RunResult.from_json(values)).startswith("3.12 times smaller, ")
 

@@ -79,7 +79,9 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         return InputRange
 
     def effects(self, layer: LayerScheme) -> Effects:
-        return replace(super().effects(layer), prepares=Preparation("quantized", self._mismatch))
+        return replace(
+            super().effects(layer), prepares=Preparation("quantized", self._mismatch, "shifts and rescales channels")
+        )
 
     def _mismatch(self, later: Effects) -> str | None:
         rounding, options = later.scheme.rounding, (self.activations, self.activation_scale)

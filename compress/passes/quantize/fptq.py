@@ -74,7 +74,7 @@ class FPTQ(EqualizingPass):
             effects,
             scheme=layer.with_transform(RoundingScheme(grid)),
             transforms=(*effects.transforms, rounding),
-            prepares=Preparation("quantized", self._mismatch),
+            prepares=Preparation("quantized", self._mismatch, "rounds inputs"),
         )
 
     def _mismatch(self, later: Effects) -> str | None:

@@ -42,7 +42,7 @@ class SpQR(CompensatingPass):
     """
 
     use_for: ClassVar[str] = "3 and 4 bits with little loss in format native: the small groups cost 0.63 bits."
-    not_for: ClassVar[str] = "Programs other than this one; speed: outliers are multiplied apart, position by position."
+    not_for: ClassVar[str] = "Programs other than this one; speed: outliers are multiplied one by one."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.03078"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -54,11 +54,16 @@ class SqueezeLLM(ModelPass):
         default="fisher", description="weight of each weight's squared error: the Fisher information, or 1"
     )
     outliers: float = Field(
-        default=0.004, ge=0, lt=1, description="fraction of the weights, the largest of a layer, apart"
+        default=0.004,
+        ge=0,
+        lt=1,
+        description="fraction of the weights that are stored as floats: the largest of a layer",
     )
-    sensitive: float = Field(default=0.0005, ge=0, lt=1, description="fraction of the most sensitive weights apart")
+    sensitive: float = Field(
+        default=0.0005, ge=0, lt=1, description="fraction of the weights that are stored as floats: the most sensitive"
+    )
     outlier_dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        default="float16", description="dtype of weights apart"
+        default="float16", description="dtype of the weights that are stored as floats"
     )
     sequences: int | None = Field(
         default=None, ge=1, description="number of calibration sequences for the sensitivities; null: all"

@@ -64,7 +64,7 @@ def rows(result: RunResult) -> list[SummaryRow]:
     if size.other_source_bytes is not None:
         ratio = x_smaller(size.other_source_bytes / size.checkpoint_bytes)
         sizes = megabytes(size.other_source_bytes), megabytes(size.checkpoint_bytes)
-        summary.insert(1, ("checkpoint against the given file, MB", *sizes, ratio))
+        summary.insert(1, ("checkpoint against the source file, MB", *sizes, ratio))
     for key, value in result.evaluations.items():
         if key in EVALUATORS and value is not None:
             summary += EVALUATORS[key]().summary(value)

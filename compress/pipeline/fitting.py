@@ -197,8 +197,8 @@ def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int)
             if inputs > fit.inputs_at_once:
                 count, groups = fit.inputs_at_once, -(-inputs // fit.inputs_at_once)
                 yield (
-                    f"{limit}, {label} holds the statistics of {count} of {inputs} inputs of a block at a time, in "
-                    f"{groups} groups with forward passes of their own; no code changes"
+                    f"{limit}, {label} keeps statistics of {count} of {inputs} inputs of a block at a time, in "
+                    f"{groups} groups, each with its own forward passes; the codes do not change"
                 )
     if footprint.copied_bytes > fit.copies_bytes:
         yield f"{limit}, kernels copy the weights of a block again in each of its forward passes of the evaluation"

@@ -102,9 +102,9 @@ def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         layers = [facts[name] for name in names if name in facts]
         pruned = [layer for layer in layers if step.effects(layer.scheme).sparsities]
         if pruned and sum(layer.size_bytes for layer in pruned) >= sum(layer.with_zeros_bytes for layer in pruned):
-            reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
+            reason = f"format {format_.name} stores zeros like other weights; format: native packs sparse weights"
             if format_.sparse:
-                reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
+                reason = "the positions of the nonzero weights would take as many; prune more, or by a pattern such as 2:4"
             notes.append(f"{label}: its zeros save no bytes: {reason}")
     return notes
 

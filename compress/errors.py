@@ -101,7 +101,7 @@ class DeviceError(Failure):
 
 
 class ProcessError(Failure):
-    """Another process of the launcher has failed or ended. told: another process tells the user why."""
+    """Another process of the launcher has failed or ended. told: another process prints the reason."""
 
     def __init__(self, message: str, told: bool = False, exit_code: int = 1) -> None:
         super().__init__(message)

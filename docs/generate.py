@@ -16,6 +16,7 @@ from figures import figures
 
 import compress
 import compress.authoring
+from compress.cli.group import TASKS
 from compress.passes import PASSES
 from compress.recipe.described import options_of, page_of
 from compress.recipe.measured import Row, figure, measured
@@ -66,6 +67,7 @@ def pages() -> dict[Path, str]:
         "passes.md": {"passes": "\n".join(index)},
         "results-all.md": tables,
         "results.md": {"best": best_rows(BEST), "zeros": best_rows(ZEROS), "cache": tables["cache"]},
+        "reference/commands.md": {"tasks": commands_by_task()},
         "reference/recipe.md": {"recipe": keys_of_recipes()},
         "reference/python.md": {"python": public_names()},
         "reference/authoring.md": {"authoring": "\n".join(documented(names_in(compress.authoring)))},
@@ -89,6 +91,15 @@ def best_row(row: Row) -> str:
     chain = ", ".join(f"[`{key}`](passes/{key}.md)" for step in row.passes for key in step)
     percent = f"{increase:+.0%}" if increase > 0.1 else f"{increase:+.1%}"
     return f"| `{name}` | {bits} | {figure(row.perplexity)} | {percent} | {chain} | {note} |"
+
+
+def commands_by_task() -> str:
+    """A table of the commands by the task that they serve, with an example of each task."""
+    lines = ["| task | commands | example |", "|---|---|---|"]
+    for title, task in TASKS.items():
+        names = ", ".join(f"`{name}`" for name in task.commands)
+        lines.append(f"| {title} | {names} | `{task.example}` |")
+    return "\n".join(lines)
 
 
 def keys_of_recipes() -> str:
@@ -119,9 +130,11 @@ def public_names() -> str:
 
 
 def documented(names: dict[str, Any]) -> list[str]:
-    """The lines that show the docstrings of classes and functions."""
+    """The lines that show the docstrings of classes and functions. Raises ValueError for one without a docstring."""
     lines = []
     for name, value in names.items():
+        if (inspect.isclass(value) or inspect.isfunction(value)) and not value.__doc__:
+            raise ValueError(f"{value.__module__}.{name} is public and has no docstring; write one")
         if inspect.isclass(value) and issubclass(value, compress.CompressError):
             lines += [f"## {name}", "", "The base of all [errors](errors.md).", ""]
         elif inspect.isclass(value) or inspect.isfunction(value):

@@ -224,7 +224,7 @@ STRUCTURES = {
     "t5-gated": "the same with a gated feed-forward and logits that are not scaled (T5 v1.1)",
     "bart": "encoder and decoder, LayerNorm after each part, biases, learned positions, GELU",
     "pegasus": "encoder and decoder, LayerNorm before each part, biases, fixed positions, ReLU",
-    "whisper": "encoder of recordings behind two convolutions, and decoder; LayerNorm before each part, biases but on keys",
+    "whisper": "encoder of recordings after two convolutions, and decoder; LayerNorm before each part, biases but on keys",
 }
 """The families of the matrix, and what is special about each."""
 

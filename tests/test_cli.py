@@ -126,7 +126,9 @@ def test_plan_all_lists_every_module_and_writes_nothing(spell, tmp_path):
     planned = compress.plan(compress.Recipe.from_yaml(path))
     text = "".join(done.stdout.replace("│", " ").split())
     assert done.exit_code == 0 and sorted(tmp_path.iterdir()) == before
-    assert f"checkpoint:{planned.checkpoint_bytes}bytesoftensors({planned.dense_bytes}dense)" in text
+    sizes = [f"{size / 1e6:.3g}MB" for size in (planned.checkpoint_bytes, planned.dense_bytes, planned.memory_bytes)]
+    assert f"checkpoint:{sizes[0]}oftensors({sizes[1]}dense)" in text
+    assert f"memory:needsabout0.6GB({sizes[2]}oftensors,600MBforPythonandtorch)" in text
     assert text.count("passes[0]rtn") == 9 + 1 and text.count("unchanged") == 12  # and its memory
 
 

@@ -240,7 +240,7 @@ def test_the_order_that_it_declares_is_checked_before_any_work(key):
         with pytest.raises(RecipeError, match="first; put a pass that does so before it"):
             check_order([step])
     if step.effects(ANY_LAYER).prepares:
-        with pytest.raises(RecipeError, match="it is a preparation, but no later pass makes the model"):
+        with pytest.raises(RecipeError, match="only .*; add a (quantizing|pruning) pass after it, such as "):
             check_order([step])
 
 

@@ -1,8 +1,10 @@
-"""Words that the glossary of CONTRIBUTING.md replaces are rare in pages, docstrings and messages."""
+"""Words that the glossary of CONTRIBUTING.md replaces are rare in pages, docstrings, messages, recipes and notebooks."""
 
 import ast
+import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -38,16 +40,48 @@ def strings(docstrings: bool) -> str:
     return "\n".join(texts)
 
 
+def joined(files: Iterable[Path]) -> str:
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    assert texts
+    return "\n".join(texts)
+
+
 def pages() -> str:
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    """README and the other pages of the repository, the templates of issues, and the site."""
+    return joined(
+        [
+            *ROOT.glob("*.md"),
+            *(ROOT / ".github").rglob("*.md"),
+            *(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"),
+            *(ROOT / "docs").rglob("*.md"),
+        ]
+    )
 
 
-@pytest.mark.parametrize(
-    "text", [pages, lambda: strings(True), lambda: strings(False)], ids=["pages", "docstrings", "messages"]
-)
-def test_avoided_words_are_rare(text):
-    rate, avoided = per_thousand(text())
+def recipes() -> str:
+    """Shipped recipes and other texts that commands print: schemes, targets, measured rows, pages of passes."""
+    texts = ROOT / "compress" / "recipe"
+    return joined([*(ROOT / "recipes").rglob("*.yaml"), *texts.rglob("*.yaml"), *texts.rglob("*.json")])
+
+
+def notebooks() -> str:
+    """The text of all cells of the notebooks, and of their comments."""
+    books = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "notebooks").glob("*.ipynb")]
+    return "\n".join("".join(cell["source"]) for book in books for cell in book["cells"])
+
+
+TEXTS = {
+    "pages": pages,
+    "docstrings": lambda: strings(True),
+    "messages": lambda: strings(False),
+    "recipes": recipes,
+    "notebooks": notebooks,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_avoided_words_are_rare(name):
+    rate, avoided = per_thousand(TEXTS[name]())
     assert rate < MOST, f"{rate:.2f} per 1,000 words; write what the glossary of CONTRIBUTING.md says: {avoided}"
 
 

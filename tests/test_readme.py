@@ -318,3 +318,10 @@ def test_every_recipe_and_preset_that_the_table_of_goals_names_is_there():
     assert len(names) > 12 and [name for name in names if name not in {*shipped(), *compress.PASSES}] == []
     schemes = re.findall(r"`(?:--scheme )?([A-Z][\w-]+)`", goals)
     assert schemes and [name for name in schemes if name not in presets()] == []
+
+
+def test_the_stated_numbers_of_passes_schemes_and_recipes_are_right():
+    stated = {"passes": {len(compress.PASSES)}, "schemes": {len(presets())}, "shipped recipes": {len(shipped())}}
+    texts = FRONT.read_text(encoding="utf-8") + (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    found = {name: {int(count) for count in re.findall(rf"(\d+) {name}", texts)} for name in stated}
+    assert found == stated

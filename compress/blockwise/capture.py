@@ -67,7 +67,7 @@ class Call:
 
 
 def read_held(value: Any) -> Any:
-    """The tensor for a held one; other values do not change."""
+    """Return the tensor of a stored value; other values do not change."""
     return value.store[value.index] if isinstance(value, Held) else value
 
 

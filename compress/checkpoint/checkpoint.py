@@ -292,12 +292,12 @@ class Checkpoint:
         """
         places = match(self.skeleton(), self.named, self.packed)
         if places is not None:
-            found = {(place.path, place.key, place.index) for place in places.values()}
+            found = {(place.path, place.key, place.member) for place in places.values()}
             read = set(tensor_names(self.caches))
             for name, scheme in self.schemes.items():
                 assert self.format is not None
                 read |= {f"{name}.{inside}" for inside in self.format.readable(scheme)}
-            unread = [n for n, p in self.named.items() if n not in read and (p.path, p.key, p.index) not in found]
+            unread = [n for n, p in self.named.items() if n not in read and (p.path, p.key, p.member) not in found]
             self._divide(unread)
             self.notes += [] if self.format is None else self.format.left_out(self.named)
         return places

@@ -37,7 +37,7 @@ def masks_as_zeros(model: PreTrainedModel) -> frozenset[str]:
 
 
 def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
-    """Convert the pruned linears of the block `name` to store kept weights alone, if the policy says so.
+    """Convert the pruned linears of the block `name` to packed sparse weights, if the policy says so.
 
     Raises NumericError if a pruned weight is no longer zero.
     """

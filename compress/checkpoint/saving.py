@@ -8,7 +8,9 @@ dense weights are not written without being asked for.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
@@ -46,11 +48,11 @@ class Saving(HfQuantizer):
     def __init__(self) -> None:
         """Skip the quantization config that transformers' own quantizers have."""
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> Any:  # transformers annotates none of the three
         """Whether `save_pretrained` may ask for the tensors."""
         return True
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: nn.Module) -> Any:
         """The tensors to save, by the names of the original model. Raises SaveError, which names `compress.save`."""
         reason = unsaveable(model)
         if reason is not None:
@@ -68,6 +70,6 @@ class Saving(HfQuantizer):
         return True
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> Any:
         """Whether transformers' trainer may train the model's parameters."""
         return True

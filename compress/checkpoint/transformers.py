@@ -6,7 +6,6 @@ and fills layers is imported when a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -59,17 +58,17 @@ class NativeQuantizer(HfQuantizer):
         self._filling = None
         return model
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> Any:  # transformers annotates none of the three
         """Whether `save_pretrained` may ask for the tensors."""
         return True
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
         """The tensors of format `native` for `save_pretrained`. Raises SaveError for layers that it cannot hold."""
         state, layers = import_module("compress.checkpoint.filling").native_state(model)
         model.config.quantization_config = NativeConfig(**{**self.quantization_config.to_dict(), "layers": layers})
         return state, {}
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> Any:
         """Whether transformers' trainer may train the model's parameters."""
         return False

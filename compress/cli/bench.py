@@ -26,8 +26,8 @@ def bench(model: str, against: str | None, dtype: str, compiled: bool, activatio
     from compress.evaluation import speed
     from compress.pipeline.progress import Waiting
 
-    with Waiting(f"measuring the speed of {model}"):
-        result = speed.bench(model, against, dtype, compiled, activations)
+    with Waiting(f"measuring the speed of {model}") as waiting:
+        result = speed.bench(model, against, dtype, compiled, activations, waiting.count)
     if as_json:
         print_json(result.model_dump(mode="json"))
         return

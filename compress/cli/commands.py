@@ -246,6 +246,7 @@ def _run(
     """
     from compress.passes.contract.journal import Journal
     from compress.pipeline import publish
+    from compress.pipeline.progress import Waiting
     from compress.pipeline.run import run as run_recipe
 
     repository, public = upload
@@ -267,4 +268,6 @@ def _run(
     if result.report:
         show(result.report)
         if repository is not None:
-            echo(f"uploaded: {publish.push_to_hub(folder, repository, not public)}", err=as_json)
+            with Waiting(f"uploading {folder} to {repository}"):
+                address = publish.push_to_hub(folder, repository, not public)
+            echo(f"uploaded: {address}", err=as_json)

@@ -35,8 +35,8 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_
         from compress.pipeline.convert import export as convert  # slow: imports torch, which --help does not need
         from compress.pipeline.progress import Waiting
 
-    with Waiting(f"writing {out}"):
-        kinds = convert(folder, out, form, requantize, dtype)
+    with Waiting(f"converting {folder} to {out}") as waiting:
+        kinds = convert(folder, out, form, requantize, dtype, progress=waiting.count)
     if as_json:
         print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds]})
         return

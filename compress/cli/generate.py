@@ -42,7 +42,7 @@ def generate(
     from compress.pipeline.progress import Waiting
 
     streams, text = sys.stdout.isatty() if stream is None else stream, _prompt(prompt)
-    with Waiting(f"opening {model}") as waiting:
+    with Waiting(f"opening {model}, and reading the prompt") as waiting:
 
         def show(part: str) -> None:
             waiting.end()

@@ -9,7 +9,8 @@ import click
 
 from compress.cli.complete import complete_target
 from compress.cli.group import without_collection
-from compress.cli.show import echo, print_json
+from compress.cli.show import echo, print_json, process_memory
+from compress.recipe.tables import megabytes
 
 
 class InitCommand(click.Command):
@@ -60,8 +61,10 @@ class InitCommand(click.Command):
 def init(model: str, target: str, out: Path, source: str, overwrite: bool, check: bool, as_json: bool) -> None:
     """Write a commented recipe for MODEL to start from, and see that it can be planned."""
     with without_collection():
+        from compress.pipeline.progress import Waiting
         from compress.pipeline.starting import start_recipe
-    draft = start_recipe(model, target, out, overwrite, check, source)
+    with Waiting(f"planning the compression of {model}"):
+        draft = start_recipe(model, target, out, overwrite, check, source)
     sizes = None
     if draft.planned is not None:
         sizes = {name: getattr(draft.planned, name) for name in ("dense_bytes", "checkpoint_bytes", "memory_bytes")}
@@ -82,6 +85,6 @@ def init(model: str, target: str, out: Path, source: str, overwrite: bool, check
     if draft.planned is not None and sizes is not None:
         for line in draft.planned.notes:
             echo(f"note: {line}")
-        dense, small, memory = (size / 1e6 for size in sizes.values())
-        echo(f"plan: {dense:.1f} MB become {small:.1f} MB, with about {memory:.0f} MB of tensors in memory")
+        dense, small = megabytes(sizes["dense_bytes"]), megabytes(sizes["checkpoint_bytes"])
+        echo(f"plan: {dense} MB become {small} MB; the run needs {process_memory(sizes['memory_bytes'])}")
     echo(f"next: {join(['compress', 'run', str(out), '-o', f'out/{out.stem}'])}")

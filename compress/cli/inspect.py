@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from compress.cli.show import echo, print_json, print_table
-from compress.recipe.tables import ResultTable
+from compress.recipe.tables import ResultTable, megabytes
 
 if TYPE_CHECKING:
     from compress.checkpoint.inspection import Inspection, Module
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 @click.option("--verify", is_flag=True, help="First compare the sha256 of every file with SHA256SUMS.")
 def inspect(path: Path, all_modules: bool, as_json: bool, values: bool, verify: bool) -> None:
     """Show what is in the checkpoint at PATH: a folder, a .safetensors file or a .gguf file of any program."""
-    from compress.checkpoint.containers.digests import SUMS
+    from compress.checkpoint.containers.digests import SUMS, damaged
     from compress.checkpoint.inspection import inspect as inspect_checkpoint
+    from compress.pipeline.progress import Waiting
 
     if verify:
-        _verify(path)
-    inspection = inspect_checkpoint(path, values)
+        with Waiting(f"reading the files of {path}"):
+            reason_by_file = damaged(path)
+        _check(path, reason_by_file)
+    with Waiting(f"reading {'the weights' if values else 'the headers'} of {path}"):
+        inspection = inspect_checkpoint(path, values)
     if as_json:
         print_json(inspection.to_json())
         return
@@ -37,12 +41,10 @@ def inspect(path: Path, all_modules: bool, as_json: bool, values: bool, verify: 
         echo(f"files: all as {SUMS} says")
 
 
-def _verify(path: Path) -> None:
+def _check(path: Path, reason_by_file: Mapping[str, str]) -> None:
     """Print a line for each damaged file, and raise ModelError if there is one."""
-    from compress.checkpoint.containers.digests import damaged
     from compress.errors import ModelError
 
-    reason_by_file = damaged(path)
     for name, reason in reason_by_file.items():
         echo(f"{path / name} {reason}", err=True)
     if reason_by_file:
@@ -58,7 +60,7 @@ def _print(inspection: Inspection, all_modules: bool) -> None:
         "bits/weight": lambda m: f"{m.bits_per_weight:.2f}",
         "dtypes": lambda m: " ".join(m.dtypes),
         "zeros": lambda m: "" if m.zeros is None else f"{m.zeros:.1%}",
-        "bytes": lambda m: f"{m.size_bytes}",
+        "MB": lambda m: megabytes(m.size_bytes),
     }
     if all_modules:
         del columns["count"]
@@ -74,7 +76,5 @@ def _print(inspection: Inspection, all_modules: bool) -> None:
         f"{inspection.source}: {inspection.method}; {len(inspection.modules)} modules in {len(inspection.files)} files"
     )
     file_bytes = sum(inspection.files.values())
-    echo(
-        f"weights: {inspection.weights}, bytes: {inspection.size_bytes} ({file_bytes} in the files), "
-        f"bits per weight: {inspection.bits_per_weight:.2f}"
-    )
+    sizes = f"{megabytes(inspection.size_bytes)} MB ({megabytes(file_bytes)} MB in the files)"
+    echo(f"weights: {inspection.weights}, {sizes}, bits per weight: {inspection.bits_per_weight:.2f}")

@@ -35,8 +35,8 @@ def quantize_tensors(source: str, scheme: str | None, out: Path | None, options:
         from compress.pipeline.model_free import quantize_folder
         from compress.pipeline.progress import Waiting
 
-    with Waiting(f"quantizing the tensors of {source}"):
-        result = quantize_folder(source, scheme, out, **options)
+    with Waiting(f"quantizing the tensors of {source}") as waiting:
+        result = quantize_folder(source, scheme, out, **options, progress=waiting.count)
     if as_json:
         print_json({"folder": str(result.folder), **result.to_json()})
         return

@@ -82,7 +82,7 @@ SETTINGS = (
 MEMORY = click.option(
     "--memory",
     metavar="SIZE",
-    help="Limit of memory, such as 8GB: activations go to files, batches shrink; an error if it cannot be kept.",
+    help="Limit of memory, such as 8GB: activations go to files, batches shrink; an error if the run needs more.",
 )
 OUTPUT = (
     click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder; default: a folder in out/."),

@@ -58,9 +58,12 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
 
         check_file(subject)
     with without_collection():
+        from compress.pipeline.progress import Waiting
         from compress.pipeline.rooflines import roofline as estimate
         from compress.recipe.schema import Recipe
-    estimated = estimate(Recipe.from_yaml(subject) if is_recipe else subject, on, batch, context)
+    source = Recipe.from_yaml(subject) if is_recipe else subject
+    with Waiting(f"measuring this machine, and estimating {subject}" if on == "here" else f"estimating {subject}"):
+        estimated = estimate(source, on, batch, context)
     if as_json:
         print_json(estimated.to_json())
         return

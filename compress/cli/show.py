@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.recipe.tables import ResultTable, aligned, records
+from compress.recipe.tables import ResultTable, aligned, megabytes, records
 
 if TYPE_CHECKING:
     from compress.pipeline.plan import Plan
@@ -118,14 +118,14 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
 
 def print_plan(planned: Plan, all_modules: bool) -> None:
     """Print a plan, with a row for each kind of layer or for each layer."""
-    head = ("module", "out x in", "passes", "stored as", "bytes")
+    head = ("module", "out x in", "passes", "stored as", "MB")
     rows = [
         (
             f"{group.name}",
             f"{group.shape[0]} x {group.shape[1]}",
             ", ".join(group.passes) or "unchanged",
             group.scheme.text,
-            f"{group.size_bytes}",
+            megabytes(group.size_bytes),
         )
         for group in (planned.layers if all_modules else planned.groups())
     ]
@@ -136,17 +136,23 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
     print_table(ResultTable("", head, rows))
     for note in planned.notes:
         echo(f"note: {note}")
-    echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
+    echo(f"checkpoint: {megabytes(planned.checkpoint_bytes)} MB of tensors ({megabytes(planned.dense_bytes)} MB dense)")
     for name, size in planned.formats.items():
-        echo(f"converted to {name}: {size} bytes of tensors, in the folder {name} inside")
+        echo(f"converted to {name}: {megabytes(size)} MB of tensors, in the folder {name} inside")
     process_bytes = planned.process_bytes
-    several = (
-        "" if process_bytes is None else f"; {process_bytes / 1e6:.0f} MB in each process, if a launcher starts several"
-    )
-    echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries{several}")
+    several = "" if process_bytes is None else f"; each of several processes {process_memory(process_bytes)}"
+    echo(f"memory: needs {process_memory(planned.memory_bytes)}{several}")
     for need in () if planned.fit is None else planned.fit.needs:
-        echo(f"  {need.where}: {need.size_bytes / 1e6:.0f} MB ({need.text})")
+        echo(f"  {need.where}: {megabytes(need.size_bytes)} MB ({need.text})")
     echo(time_of(planned))
+
+
+def process_memory(tensor_bytes: int) -> str:
+    """Return the memory of a process at its peak in words, with that of the libraries."""
+    from compress.pipeline.fitting import LIBRARIES_BYTES
+
+    total_gb, tensors = (tensor_bytes + LIBRARIES_BYTES) / 1e9, megabytes(tensor_bytes)
+    return f"about {total_gb:.1f} GB ({tensors} MB of tensors, {megabytes(LIBRARIES_BYTES)} MB for Python and torch)"
 
 
 def time_of(planned: Plan) -> str:

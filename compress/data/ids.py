@@ -494,7 +494,7 @@ def check_text(
         around = [len(tokens) for tokens in added]
     if length is not None and text_lengths(texts, length)[-1] <= sum(around):
         raise CalibrationError(
-            f"{SECTIONS[part]}: length {length} leaves no room beside the special tokens; use a larger length"
+            f"{SECTIONS[part]}: length {length} has no room for text next to the special tokens; use a larger length"
         )
     limit, tokens = source.max_tokens_per_document, extent(source, part, count, length)[1]
     if not source.packing and limit is not None and limit + sum(around) < tokens:

@@ -260,7 +260,7 @@ def file_chunks(path: Path) -> Iterator[str]:
     """Yield the text of a UTF-8 file in chunks, its lines ended by a new line. Raises CalibrationError."""
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()  # a byte order mark is no text
     lines = io.IncrementalNewlineDecoder(None, translate=True)
-    position = 0
+    position = pending = 0
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):

@@ -180,7 +180,7 @@ class DecodingWindow(GrowingLayer, StaticSlidingWindowLayer):
         self.cumulative_length_int = length
 
     def recording_past(self) -> DynamicSlidingWindowLayer:
-        """The layer as one of transformers that keeps the tokens behind its window until it is cropped."""
+        """The layer as one of transformers that keeps the tokens outside of its window until it is cropped."""
         layer = DynamicSlidingWindowLayer(self.sliding_window)
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
@@ -208,7 +208,7 @@ class DecodingLayer(GrowingLayer):
         return super().get_mask_sizes(query_length) if self.prompted else (query_length, 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values. The prompt gets its own back: empty places behind them would only take time."""
+        """Add keys and values. The prompt gets its own back: empty places after them would only take time."""
         found = super().update(key_states, value_states, *args, **kwargs)
         if self.prompted:
             return found

@@ -207,8 +207,8 @@ class Perplexity(Evaluator):
             if base is None:
                 rows.append((name, "", f"{compressed.perplexity:.2f}", ""))
                 continue
-            ratio_text = f"{compressed.perplexity / base.perplexity:.3f}x"
-            rows.append((name, f"{base.perplexity:.2f}", f"{compressed.perplexity:.2f}", ratio_text))
+            increase = f"{compressed.perplexity / base.perplexity - 1:+.1%}"
+            rows.append((name, f"{base.perplexity:.2f}", f"{compressed.perplexity:.2f}", increase))
             if text.difference is not None:
                 change = plus_minus(text.difference.loss, text.difference.stderr, "+.4f")
                 rows.append((f"loss, {text.text}", f"{base.loss:.4f}", f"{compressed.loss:.4f}", change))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from compress.models.forward import device_of_model
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import answers_prompts, described
 from compress.native.library import instruction_set
+from compress.recipe.tables import megabytes
 
 BATCHES = 1, 8  # sequences decoded together: one user, and a small server
 PROMPT, TOKENS, PREFILL = 16, 24, 512  # tokens of a prompt, decoded after it, and of the prompt whose time is measured
@@ -82,7 +84,7 @@ class Clock(StoppingCriteria):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: tuple[Tensor] | None, **kwargs: Any) -> Any:
         self.times.append(perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -191,24 +193,30 @@ def check_generates(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def measure(models: Mapping[str, PreTrainedModel], loaded: Mapping[str, tuple[float, int]]) -> SpeedResult:
+def measure(
+    models: Mapping[str, PreTrainedModel],
+    loaded: Mapping[str, tuple[float, int]],
+    progress: Callable[[int, int], None] | None = None,
+) -> SpeedResult:
     """Measure the speed of models in turns.
 
     Args:
         models: Models by name.
         loaded: Seconds and bytes of loading by name, if they were measured.
+        progress: Is called with (number of finished measurements, number of measurements) after every one.
     """
     timed: dict[str, Callable[[PreTrainedModel], float]] = {
         f"{batch}": lambda model, batch=batch: batch / decode_seconds(model, batch) for batch in BATCHES
     }
     timed["prefill"] = lambda model: longest(model) / generate(model, 1, longest(model), 1)[0]
     rates_by_model: dict[str, dict[str, list[float]]] = {name: {key: [] for key in timed} for name in models}
-    for key, rate in timed.items():
-        for turn in range(ROUNDS + 1):
-            for name, model in models.items():
-                value = rate(model)
-                if turn > 0:  # the first warms up, and compiles
-                    rates_by_model[name][key].append(value)
+    turns = list(product(timed.items(), range(ROUNDS + 1), models.items()))
+    for count, ((key, rate), turn, (name, model)) in enumerate(turns, 1):
+        value = rate(model)
+        if turn > 0:  # the first warms up, and compiles
+            rates_by_model[name][key].append(value)
+        if progress is not None:
+            progress(count, len(turns))
     bandwidth, result = read_bandwidth(), {}
     for name, model in models.items():
         rates = {key: statistics.median(values) for key, values in rates_by_model[name].items()}
@@ -234,7 +242,12 @@ def decode_seconds(model: PreTrainedModel, batch: int) -> float:
 
 
 def bench(
-    source: str, against: str | None = None, dtype: str = "auto", compiled: bool = False, activations: str | None = None
+    source: str,
+    against: str | None = None,
+    dtype: str = "auto",
+    compiled: bool = False,
+    activations: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SpeedResult:
     """Load models and measure them in turns.
 
@@ -244,6 +257,7 @@ def bench(
         dtype: Dtype of computation.
         compiled: Whether torch compiles the models.
         activations: As in `load`, for `source` alone.
+        progress: As in `measure`.
 
     Raises:
         ModelError: for a model that decodes no tokens.
@@ -263,7 +277,7 @@ def bench(
         check_generates(models[name])
         generate(models[name], 1, PROMPT, 2)
         loaded[name] = seconds, psutil.Process().memory_info().rss - memory_before
-    return measure(models, loaded)
+    return measure(models, loaded, progress)
 
 
 class Speed(Evaluator):
@@ -280,7 +294,8 @@ class Speed(Evaluator):
         if context.base is not None:
             base, _ = load(checkpoint_of(context.base), device=context.run.device)
             models = {"base": base, **models}
-        return measure(models, {}).model_dump(mode="json")
+        progress = context.progress(f"speed of {context.model}")
+        return measure(models, {}, progress).model_dump(mode="json")
 
     def summary(self, result: SpeedResult) -> list[SummaryRow]:
         return comparison(result)
@@ -292,8 +307,8 @@ def comparison(result: SpeedResult) -> list[SummaryRow]:
     rates = [(f"decode tokens/s, batch {batch}", old, compressed.decode[batch]) for batch, old in base.decode.items()]
     rates.append(("prefill tokens/s", base.prefill, compressed.prefill))
     rows = [(name, f"{old:.1f}", f"{new:.1f}", f"{new / old:.2f}x") for name, old, new in rates]
-    read = base.token_bytes / 1e6, compressed.token_bytes / 1e6
-    rows.append(("MB read per token", f"{read[0]:.1f}", f"{read[1]:.1f}", f"{read[0] / read[1]:.2f}x smaller"))
+    read = base.token_bytes, compressed.token_bytes
+    rows.append(("MB read per token", megabytes(read[0]), megabytes(read[1]), f"{read[0] / read[1]:.2f}x smaller"))
     return rows
 
 
@@ -303,7 +318,7 @@ def table(result: SpeedResult) -> list[tuple[str, ...]]:
     loaded = [
         ("-", "-")
         if m.load_seconds is None or m.resident_bytes is None
-        else (f"{m.load_seconds:.2f}", f"{m.resident_bytes / 1e6:.0f}")
+        else (f"{m.load_seconds:.2f}", megabytes(m.resident_bytes))
         for m in models
     ]
     rows = [("load, seconds", *(seconds for seconds, _ in loaded)), ("resident MB", *(size for _, size in loaded))]
@@ -311,7 +326,7 @@ def table(result: SpeedResult) -> list[tuple[str, ...]]:
         (f"decode tokens/s, batch {batch}", *(f"{m.decode[batch]:.1f}" for m in models)) for batch in models[0].decode
     ]
     rows.append(("prefill tokens/s", *(f"{m.prefill:.0f}" for m in models)))
-    rows.append(("MB read per token", *(f"{m.token_bytes / 1e6:.1f}" for m in models)))
+    rows.append(("MB read per token", *(megabytes(m.token_bytes) for m in models)))
     rows.append(("share of the bandwidth", *(f"{m.bandwidth_share:.0%}" for m in models)))
     kernels = [", ".join(f"{count} {name}" for name, count in m.kernels.items()) for m in models]
     return [*rows, ("linears by kernel", *kernels), ("computed in", *(m.dtype for m in models))]

@@ -200,7 +200,7 @@ def _lines(path: Path) -> dict[str, Any]:
 
 
 def _end_line(path: Path) -> None:
-    """Close a line that a kill cut off, so that the next one is a line of its own."""
+    """Close a line that a kill cut off, so that the next one begins a new line."""
     if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")

@@ -12,13 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from pydantic import ValidationError
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import Self, TypeVar
 
 from compress.errors import did_you_mean
 from compress.kernels import dispatch
@@ -111,8 +111,9 @@ class Specification(ABC):
         """
         defaults = {f.name: f.default for f in fields(self)}
         for name, hint in validators(type(self)).items():
+            value = getattr(self, name)
             try:
-                hint.validate_python(value := getattr(self, name))
+                hint.validate_python(value)
             except ValidationError as error:
                 raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
             if isinstance(value, int) and not isinstance(value, bool) and value < 1 and value != defaults[name]:
@@ -233,7 +234,12 @@ class TransformScheme(Scheme):
     undone: ClassVar[str] = ""
 
 
-class Component(nn.Module, ABC):
+SchemeT = TypeVar("SchemeT", bound=Scheme, default=Scheme, covariant=True)
+PartSchemeT = TypeVar("PartSchemeT", bound=PartScheme, default=PartScheme, covariant=True)
+TransformSchemeT = TypeVar("TransformSchemeT", bound=TransformScheme, default=TransformScheme, covariant=True)
+
+
+class Component(nn.Module, ABC, Generic[SchemeT]):
     """Tensors and their scheme. A component is immutable: a change creates a new component.
 
     Attributes:
@@ -245,7 +251,7 @@ class Component(nn.Module, ABC):
     kind: ClassVar[str]
     names: ClassVar[Mapping[str, str]] = {}
 
-    scheme: Scheme
+    scheme: SchemeT
     shape: tuple[int, int]
 
     @property
@@ -258,7 +264,7 @@ class Component(nn.Module, ABC):
         if "kind" in vars(cls):
             COMPONENTS[cls.kind] = cls
 
-    def __init__(self, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
+    def __init__(self, scheme: SchemeT, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
         super().__init__()
         self.scheme, self.shape = scheme, shape
         for buffer in self.names:
@@ -345,7 +351,7 @@ def checked(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], pref
     return scheme_tensors
 
 
-class WeightPart(Component):
+class WeightPart(Component[PartSchemeT]):
     """One summand of the weight of a layer.
 
     Attributes:
@@ -353,9 +359,7 @@ class WeightPart(Component):
         narrow_inputs: whether kernels may round float32 inputs to bfloat16; set before the first product.
     """
 
-    scheme: PartScheme
-
-    def __init__(self, scheme: PartScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
+    def __init__(self, scheme: PartSchemeT, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
         super().__init__(scheme, shape, tensors)
         self.lattice: tuple[int, ...] = shape
         self.narrow_inputs = False  # kernels may round float32 inputs to bfloat16; set before the first product
@@ -463,7 +467,7 @@ class WeightPart(Component):
         raise AssertionError(f"a part of kind {self.kind} has no scales")
 
 
-class InputTransform(Component):
+class InputTransform(Component[TransformSchemeT]):
     """A map of the input of a layer, applied before the product with the weight.
 
     Attributes:
@@ -480,8 +484,6 @@ class InputTransform(Component):
     keeps_zeros: ClassVar[bool] = False
     mixes: ClassVar[bool] = False
     in_kernel: ClassVar[bool] = False
-
-    scheme: TransformScheme
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:

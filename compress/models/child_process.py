@@ -1,4 +1,4 @@
-"""Run a function of the package in a Python process of its own, whose memory the system gets back.
+"""Run a function of the package in a separate Python process, whose memory the system gets back.
 
 The process imports modules from the same places as an installed program: the standard library, site-packages, the
 user's site-packages, and the entries of PYTHONPATH that are absolute. The working directory, which may hold downloaded

@@ -117,6 +117,7 @@ def clusters(points: Float[Tensor, "n length"], count: int, seed: int = 0) -> In
     best, least_error = torch.zeros(len(points), dtype=torch.int64), torch.inf
     for _ in range(RESTARTS):
         centers = _plus_plus(points, count, generator)
+        assigned = best
         for _ in range(ITERATIONS):
             assigned = torch.cdist(points, centers).argmin(1)
             mass = torch.bincount(assigned, minlength=count).double()[:, None]

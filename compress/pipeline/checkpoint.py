@@ -141,7 +141,7 @@ def open_folder(
 
     Raises:
         OutputError: The folder cannot be created or contains files of no run, or it contains another run and
-            `overwrite` is false or its files cannot be told from the user's (`listed_files`, `remove_files`).
+            `overwrite` is false or its files look like the user's (`listed_files`, `remove_files`).
     """
     path = folder / WORK / MANIFEST
     check_folder(folder)

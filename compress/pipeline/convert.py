@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +62,7 @@ def export(
     requantize: bool = False,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Exported]:
     """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
 
@@ -69,7 +70,8 @@ def export(
     scales that a format stores in a fixed dtype, such as float16, and that are rounded to it; groups that the
     format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
     store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
-    dtype: of dense tensors; 'auto': that of the checkpoint. Returns a line for each kind of layer that is rounded.
+    dtype: of dense tensors; 'auto': that of the checkpoint. progress: is called with (number of converted layers,
+    number of layers). Returns a line for each kind of layer that is rounded.
 
     Raises TargetError for a layer that the format cannot store without rounding, with the formats that can; UserError
     for an unknown format; and the errors of `compress.load` and `compress.save`.
@@ -84,7 +86,7 @@ def export(
         raise TargetError(
             f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
         )
-    exported = convert(model, Conversion(form, requantize), storage)
+    exported = convert(model, Conversion(form, requantize), storage, progress)
     exported += rounded_ends(OpenModel.in_memory(model, tokenizer), Run(torch.device("cpu"), storage, format=form))
     save(model, out, format, tokenizer, dtype)
     programs = form.programs_run([layer.scheme for layer in coded_layers(model).values()])
@@ -102,10 +104,15 @@ def table_rows(exported: Sequence[Exported]) -> list[tuple[str, str, str, int, f
     return [(line.name, line.before, line.after, line.count, line.error) for line in exported]
 
 
-def convert(model: PreTrainedModel, conversion: Conversion, storage: torch.dtype) -> list[Exported]:
+def convert(
+    model: PreTrainedModel,
+    conversion: Conversion,
+    storage: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Exported]:
     """Convert the layers of a model in place to schemes that a format stores; returns their kinds.
 
-    storage: the dtype of scales, unless the format fixes theirs.
+    storage: the dtype of scales, unless the format fixes theirs. progress: as of `export`.
 
     Raises TargetError for a layer that the format cannot store.
     """
@@ -114,8 +121,10 @@ def convert(model: PreTrainedModel, conversion: Conversion, storage: torch.dtype
         _without_constant_zeros(layer)
     targets = conversion.targets({name: layer.scheme for name, layer in layers.items()})
     errors: dict[tuple[str, str, str], _Error] = {}
-    for name, layer in layers.items():
+    for count, (name, layer) in enumerate(layers.items(), 1):
         conversion.convert(name, layer, targets[name], storage, errors)
+        if progress is not None:
+            progress(count, len(layers))
     return [
         Exported(name, old_scheme, new_scheme, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
         for (name, old_scheme, new_scheme), error in errors.items()

@@ -11,9 +11,10 @@ from compress.data.ids import extent
 from compress.errors import ShortageError
 from compress.passes.contract.memory import STORE_BYTES, copies_limit
 from compress.passes.contract.passes import LayerPass, ModelPass, Step
-from compress.pipeline.footprint import EVALUATION, MB, Footprint, Need
+from compress.pipeline.footprint import EVALUATION, Footprint, Need
 from compress.pipeline.readers import OWN, not_asked, unverified
 from compress.pipeline.resolve import ResolvedRecipe
+from compress.recipe.tables import megabytes
 
 LIBRARIES_BYTES = (
     600 * 10**6
@@ -68,10 +69,10 @@ def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
         if fit is not None:
             return replace(fit, notes=tuple(_notes(fit, resized, recipe_batch, memory_bytes)))
     least = _least(with_calibration(footprint, batch=_batches(footprint)[-1]))
-    free_mb = max(0, limit) / MB
+    free_bytes = max(0, limit)
     raise ShortageError(
-        f"memory: {_what(least)}; {free_mb:.0f} MB are left of {memory_bytes / MB:.0f} MB after "
-        f"{LIBRARIES_BYTES / MB:.0f} MB for libraries; {_remedies(least, limit)}"
+        f"memory: {_what(least)}; {megabytes(free_bytes)} MB are left of {megabytes(memory_bytes)} MB after "
+        f"{megabytes(LIBRARIES_BYTES)} MB for libraries; {_remedies(least, limit)}"
     )
 
 
@@ -86,7 +87,7 @@ def check_available(footprint: Footprint, available_bytes: int) -> Fit:
         return replace(fit, notes=tuple(_notes(fit, footprint, footprint.recipe.calibration.batch, available_bytes)))
     least = _least(footprint)
     raise ShortageError(
-        f"memory: {_what(least)}; {available_bytes / MB:.0f} MB are available to this process; "
+        f"memory: {_what(least)}; {megabytes(available_bytes)} MB are available to this process; "
         f"{_remedies(least, available_bytes)}"
     )
 
@@ -132,8 +133,8 @@ def _shortage(resolved: ResolvedRecipe, dense_bytes: int, checkpoint_bytes: int,
     if not needed or needed <= limit_bytes:
         return None
     return (
-        f"verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "
-        f"checkpoint {checkpoint_bytes / MB:.0f} MB), {free_bytes / MB:.0f} MB are left"
+        f"verification by transformers needs {megabytes(needed)} MB (dense model {megabytes(dense_bytes)} MB, "
+        f"checkpoint {megabytes(checkpoint_bytes)} MB), {megabytes(free_bytes)} MB are left"
     )
 
 
@@ -188,16 +189,16 @@ def _largest_fit(footprint: Footprint, limit: int) -> Fit | None:
 
 def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int) -> Iterator[str]:
     """Yield what is done to stay within the limit."""
-    limit = f"to stay within {memory_bytes / MB:.0f} MB"
+    limit = f"to stay within {megabytes(memory_bytes)} MB"
     if fit.store_bytes < min(STORE_BYTES, footprint.states_bytes):
-        yield f"{limit}, activations between blocks beyond {fit.store_bytes / MB:.0f} MB are stored in files"
+        yield f"{limit}, activations between blocks beyond {megabytes(fit.store_bytes)} MB are stored in files"
     if fit.inputs_at_once is not None:
         for label, inputs in footprint.inputs_of_steps().items():
             if inputs > fit.inputs_at_once:
                 count, groups = fit.inputs_at_once, -(-inputs // fit.inputs_at_once)
                 yield (
-                    f"{limit}, {label} holds the statistics of {count} of {inputs} inputs of a block at a time, in "
-                    f"{groups} groups with forward passes of their own; no code changes"
+                    f"{limit}, {label} keeps statistics of {count} of {inputs} inputs of a block at a time, in "
+                    f"{groups} groups, each with its own forward passes; the codes do not change"
                 )
     if footprint.copied_bytes > fit.copies_bytes:
         yield f"{limit}, kernels copy the weights of a block again in each of its forward passes of the evaluation"
@@ -211,14 +212,14 @@ def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int)
 def _what(footprint: Footprint) -> str:
     """The largest need in words."""
     most = max(footprint.needs(), key=lambda need: need.size_bytes)
-    return f"{most.where} needs {most.size_bytes / MB:.0f} MB of tensors ({most.text})"
+    return f"{most.where} needs {megabytes(most.size_bytes)} MB of tensors ({most.text})"
 
 
 def _remedies(footprint: Footprint, limit: int) -> str:
     """Return what makes the run fit: each change alone, as far as one is enough; otherwise the memory that it needs."""
     remedies = [*_shorter(footprint, limit), *_other_passes(footprint, limit)]
     needed_bytes = footprint.peak_bytes() + LIBRARIES_BYTES
-    return f"it fits with {', or '.join([*remedies, f'{needed_bytes / MB:.0f} MB of memory'])}"
+    return f"it fits with {', or '.join([*remedies, f'{megabytes(needed_bytes)} MB of memory'])}"
 
 
 def _shorter(footprint: Footprint, limit: int) -> Iterator[str]:

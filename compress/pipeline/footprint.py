@@ -29,6 +29,7 @@ from compress.passes.contract.samples import Sample
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.sources import maps_ends
 from compress.pipeline.texts import texts_of
+from compress.recipe.tables import megabytes
 from compress.train.options import TrainingOptions
 
 # Tensors of a forward pass through a block of transformers. With the hidden width: the residual, the output of a norm,
@@ -36,7 +37,8 @@ from compress.train.options import TrainingOptions
 # the widest input of a linear: the tensors that it is computed from (gate, up and activation).
 NARROW, WIDE = 3, 3
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
-MB = 1e6
+SHOWN_BYTES = 100_000
+"""The least size of a part that a text names."""
 EVALUATION, TEXTS = "evaluation", "reading texts"
 
 Before = Callable[[int, str], LayerScheme]
@@ -58,8 +60,8 @@ class Need:
     @property
     def text(self) -> str:
         """The parts in words, the largest first."""
-        shown = sorted(((size, name) for name, size in self.parts.items() if size >= MB / 10), reverse=True)
-        return ", ".join(f"{name} {size / MB:.{0 if size >= 10 * MB else 1}f} MB" for size, name in shown) or "nothing"
+        shown = sorted(((size, name) for name, size in self.parts.items() if size >= SHOWN_BYTES), reverse=True)
+        return ", ".join(f"{name} {megabytes(size)} MB" for size, name in shown) or "nothing"
 
 
 @dataclass

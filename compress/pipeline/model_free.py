@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ from compress.pipeline.output import check_space
 from compress.pipeline.tensor_plan import TensorPlan, rounding_of
 from compress.recipe.presets import preset, presets
 from compress.recipe.starts import quantize_line
-from compress.recipe.tables import ResultTable, Shown
+from compress.recipe.tables import ResultTable, Shown, megabytes
 from compress.report.card import ModelFreeFacts, write_model_free_card
 from compress.version import __version__
 
 FORMAT = "compressed-tensors"
-MB = 1e6
 TABLE, HEAD = "embedding", "LM head"
 """Roles of the ends of a model."""
 IGNORED = "left out by the patterns"
@@ -83,9 +83,9 @@ class FolderResult(Shown):
 
     def tables(self) -> list[ResultTable]:
         """Return the quantized linears, and the matrices that were copied."""
-        title = f"{self.folder}: {self.source_bytes / MB:.1f} MB -> {self.tensor_bytes / MB:.1f} MB of tensors"
+        title = f"{self.folder}: {megabytes(self.source_bytes)} MB -> {megabytes(self.tensor_bytes)} MB of tensors"
         rows = [
-            (row.name, f"{row.count}", f"{row.shape[0]} x {row.shape[1]}", row.stored_as, f"{row.size_bytes / MB:.2f}")
+            (row.name, f"{row.count}", f"{row.shape[0]} x {row.shape[1]}", row.stored_as, megabytes(row.size_bytes))
             for row in self.layers
         ]
         copied = [(name, f"{count}", reason) for name, (reason, count) in self.unchanged.items()]
@@ -105,6 +105,7 @@ def quantize_folder(
     targets: Sequence[str] = ("*",),
     ignore: Sequence[str] = (),
     device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
 ) -> FolderResult:
     """Quantize the weights of a folder by rounding to nearest, tensor by tensor, without the class of its model.
 
@@ -124,6 +125,7 @@ def quantize_folder(
         targets: Patterns of the linears to quantize, as of passes.
         ignore: Patterns of linears that are left unchanged.
         device: Device that computes codes.
+        progress: Is called with (number of written tensors, number of tensors of the source) after every tensor.
 
     Returns:
         What was quantized and what was copied.
@@ -143,7 +145,7 @@ def quantize_folder(
     check_new_folder(target)
     folder, format_ = TensorFolder.open(source), FORMATS[FORMAT]
     plan = TensorPlan.of(step, folder.roles, format_)
-    work = _Work(folder, plan, _headers(folder, plan), device_of(device))
+    work = _Work(folder, plan, _headers(folder, plan), device_of(device), progress)
     check_space(target, work.tensor_bytes)
     with new_folder(target) as part:
         work.write(part)
@@ -204,6 +206,7 @@ class _Work:
         plan: The quantized linears.
         headers: Dtype and shape of the tensors that each file becomes.
         device: Where codes are computed.
+        progress: Is called with (number of written tensors, number of tensors).
         journal: Receives notes.
         schemes: The scheme of each written linear, and its sha256.
         absmax: The largest magnitude of linears that share a factor of their scales.
@@ -213,6 +216,7 @@ class _Work:
     plan: TensorPlan
     headers: dict[Path, dict[str, Header]]
     device: torch.device
+    progress: Callable[[int, int], None] | None = None
     journal: Journal = field(default_factory=Journal)
     schemes: dict[str, tuple[LayerScheme, str]] = field(default_factory=dict)
     absmax: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -225,8 +229,9 @@ class _Work:
     def write(self, part: Path) -> None:
         """Write all files of the checkpoint but the card."""
         writer = TensorWriter(part)
+        done = count(1)
         for number, (path, headers) in enumerate(self.headers.items(), 1):
-            writer.add(number, len(self.headers), headers, self._tensors(path))
+            writer.add(number, len(self.headers), headers, self._tensors(path, done))
         shapes = {name: header.shape for headers in self.headers.values() for name, header in headers.items()}
         tables = {name.removesuffix(WEIGHT) for name, role in self.folder.roles.unchanged.items() if role == TABLE}
         dense = dense_names(self._tied_head(), shapes, self.schemes.keys() | tables)
@@ -259,16 +264,21 @@ class _Work:
         notes = [f"{entry.where}: {entry.message}" for entry in self.journal.entries]
         return FolderResult(folder, scheme, source_bytes, self.tensor_bytes, tuple(layers), unchanged, tuple(notes))
 
-    def _tensors(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a file becomes, one source tensor after the other."""
+    def _tensors(self, path: Path, done: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that a file becomes, one source tensor after the other.
+
+        done: counts the tensors of all files.
+        """
         for name in self.folder.names_in(path):
             tensor, module = self._read(name), _module(name, self.plan)
             if module is None:
                 yield name, tensor
-                continue
-            layer = self.plan.quantized(module, tensor.to(self.device), self._absmax(module), self._log(module))
-            self.schemes[module] = layer.scheme, layer.sha256()
-            yield from self.plan.tensors(module, layer).items()
+            else:
+                layer = self.plan.quantized(module, tensor.to(self.device), self._absmax(module), self._log(module))
+                self.schemes[module] = layer.scheme, layer.sha256()
+                yield from self.plan.tensors(module, layer).items()
+            if self.progress is not None:
+                self.progress(next(done), len(self.folder.places))
 
     def _read(self, name: str) -> Tensor:
         """Read a tensor. Raises ModelError for weights that are NaN or infinite."""

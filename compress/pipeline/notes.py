@@ -13,10 +13,10 @@ from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
+from compress.recipe.tables import megabytes
 
-NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
+NOTABLE = 1.03  # ratio of stored to nominal bits per weight that a note states
 SHOWN = 6  # kinds of tensors in a note
-MB = 1e6
 WIDE = 32  # groups in a row without padding: whole words for codes of every width
 
 
@@ -32,7 +32,7 @@ def undeclared_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     elif resolved.form is not opened:
         treatment = "left out, because a pass changes the shape of the model"
     else:
-        treatment = f"copied unchanged ({opened.undeclared_bytes / MB:.3g} MB)"
+        treatment = f"copied unchanged ({megabytes(opened.undeclared_bytes)} MB)"
     names = f"{', '.join(parts[:SHOWN])}{more}"
     return [
         f"{len(opened.undeclared)} tensors that {type(opened.model).__name__} has no parts for are {treatment}: {names}"
@@ -102,9 +102,9 @@ def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         layers = [facts[name] for name in names if name in facts]
         pruned = [layer for layer in layers if step.effects(layer.scheme).sparsities]
         if pruned and sum(layer.size_bytes for layer in pruned) >= sum(layer.with_zeros_bytes for layer in pruned):
-            reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
+            reason = f"format {format_.name} stores zeros like other weights; format: native packs sparse weights"
             if format_.sparse:
-                reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
+                reason = "positions of the nonzero weights would take as many; prune more, or by a pattern such as 2:4"
             notes.append(f"{label}: its zeros save no bytes: {reason}")
     return notes
 

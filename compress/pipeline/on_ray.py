@@ -17,7 +17,7 @@ import torch
 
 from compress.errors import ShortageError, UserError
 from compress.pipeline.attempts import Outcome, RunTask, attempt, in_one_line
-from compress.pipeline.footprint import MB
+from compress.recipe.tables import megabytes
 
 INSTALL = 'pip install "compress-llm[sweep]"'
 STORE_BYTES = 100 << 20
@@ -142,10 +142,10 @@ def _check(task: RunTask, resources: Mapping[str, Any], nodes: Sequence[Mapping[
     asked = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"], "memory": resources["memory"]}
     if any(all(node.get(name, 0) >= count for name, count in asked.items()) for node in nodes):
         return
-    needs = f"{asked['CPU']} cores, {asked['memory'] / MB:.0f} MB of memory"
+    needs = f"{asked['CPU']} cores, {megabytes(asked['memory'])} MB of memory"
     needs += f" and {asked['GPU']:g} GPU" if asked["GPU"] else ""
     largest = {name: max(node.get(name, 0) for node in nodes) for name in asked}
-    there = f"{largest['CPU']:.0f} cores, {largest['memory'] / MB:.0f} MB and {largest['GPU']:g} GPUs"
+    there = f"{largest['CPU']:.0f} cores, {megabytes(largest['memory'])} MB and {largest['GPU']:g} GPUs"
     raise ShortageError(
         f"{task.name}: needs {needs}, and the largest machine has {there}; state a limit of memory that the run keeps, "
         "or fewer cores"

@@ -43,7 +43,7 @@ UNRELATED = frozenset({WORK, "evaluation"})
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. Nothing is left behind."""
+    """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. It stays as it is."""
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder}: is a file; choose another folder")
     if (folder / WORK).is_symlink():
@@ -113,7 +113,7 @@ def listed_files(folder: Path) -> dict[str, int]:
     except (ValueError, KeyError) as error:
         raise OutputError(
             f"{folder}: {WORK}/{MANIFEST} does not list the files of its run (it is damaged, or of an earlier "
-            "version), so that they cannot be told from yours; remove the folder yourself, or choose another folder"
+            "version), so they look like yours; remove the folder yourself, or choose another folder"
         ) from error
     return check_files(files, folder)
 

@@ -37,15 +37,16 @@ def shown_progress(journal: Journal, console: Console | None = None) -> Iterator
 
 
 class Waiting:
-    """A context in which a terminal shows that a command works; nothing is shown elsewhere.
+    """A context in which a terminal shows that a command works; elsewhere only counts are shown.
 
     Args:
         text: What the command does, such as 'opening model.gguf'.
+        console: By default standard error.
     """
 
-    def __init__(self, text: str) -> None:
-        console = Console(stderr=True, markup=False, force_jupyter=False)
-        self._shown = ProgressDisplay(console) if console.is_terminal else None
+    def __init__(self, text: str, console: Console | None = None) -> None:
+        console = console or Console(stderr=True, markup=False, force_jupyter=False)
+        self._shown: ProgressDisplay | None = ProgressDisplay(console)
         self._text = text
 
     def __enter__(self) -> Waiting:
@@ -56,8 +57,13 @@ class Waiting:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def count(self, done: int, of: int) -> None:
+        """Show the number of finished steps and of all; it replaces the text without a count."""
+        if self._shown is not None:
+            self._shown.hear(JournalEntry("progress", "", self._text, {"done": done, "of": of}))
+
     def end(self) -> None:
-        """Remove what is shown; the context may end later."""
+        """Remove the text without a count, and leave a count as it is; the context may end later."""
         if self._shown is not None:
             self._shown.end_stage()
             self._shown.stop()
@@ -98,8 +104,8 @@ class ProgressDisplay:
 
     def hear(self, entry: JournalEntry) -> None:
         """Show an entry of the journal: a warning, a fallback, or progress."""
-        if entry.kind in ("warning", "fallback"):
-            self._print(f"{entry.kind}: {entry.where}: {entry.message}")
+        if entry.label == "warning":
+            self._print(f"{entry.label}: {entry.where}: {entry.message}")
         if entry.kind != "progress":
             return
         self.end_stage()

@@ -25,11 +25,11 @@ from compress.pipeline.readers import OWN, unreadable
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.verify import ROUNDED_TOLERANCE, TOLERANCE, runnable, transformers_model
 from compress.recipe.schema import Recipe
+from compress.recipe.tables import megabytes
 
 TOKENS = 16
 SMALL_BYTES = 1 << 26
 """A model of this size is opened twice, also where the plan of the run needs less memory."""
-MB = 1e6
 
 
 def note_on_reference(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
@@ -140,4 +140,6 @@ def _too_large(opened: OpenModel, planned_bytes: int) -> str | None:
     element_bytes = opened.dtype.itemsize + (torch.float32.itemsize if one_file else 0)  # dequantized, then cast
     needed_bytes = sum(map(prod, shapes)) * element_bytes
     most = min(max(planned_bytes, SMALL_BYTES), available_bytes(opened.device) // 2)
-    return f"it takes {needed_bytes / MB:.0f} MB, the run {planned_bytes / MB:.0f} MB" if needed_bytes > most else None
+    return (
+        f"it takes {megabytes(needed_bytes)} MB, the run {megabytes(planned_bytes)} MB" if needed_bytes > most else None
+    )

@@ -404,9 +404,8 @@ def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]
             effects = ((later_label, later.effects(dense)) for later_label, later in mine)
             later_label, later_effects = next((pair for pair in effects if prepares.fact in pair[1].facts), ("", None))
             if later_effects is None:
-                raise TargetError(
-                    f"{pass_label}: {name}: {unprepared(prepares.fact)}, or leave the layer out with ignore"
-                )
+                reason = f"{unprepared(prepares)}, or leave the layer out with ignore"
+                raise TargetError(f"{pass_label}: {name}: {reason}")
             if reason := prepares.mismatch(later_effects):
                 raise TargetError(f"{pass_label}: {name}: {later_label} does not do what it is prepared for: {reason}")
 

@@ -16,7 +16,7 @@ from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.passes.contract.problems import Problems, mistakes_in
 from compress.pipeline.attempts import RecipeText, RunTask
-from compress.pipeline.fitting import LIBRARIES_BYTES, MB
+from compress.pipeline.fitting import LIBRARIES_BYTES
 from compress.pipeline.output import check_space
 from compress.pipeline.plan import Plan, plan
 from compress.pipeline.provenance import code_of
@@ -24,7 +24,7 @@ from compress.recipe.axes import Axis, Combination, axes_of, combinations, label
 from compress.recipe.schema import Recipe
 from compress.recipe.settings import Setting
 from compress.recipe.shipped import find_recipe
-from compress.recipe.tables import ResultTable, Shown
+from compress.recipe.tables import ResultTable, Shown, megabytes
 from compress.recipe.yaml import read_file, yaml_of
 
 LOGS = "logs"
@@ -72,8 +72,8 @@ class SweepPlan(Shown):
         rows = [
             (
                 *map(str, run.combination.values.values()),
-                f"{run.plan.checkpoint_bytes / MB:.1f}",
-                f"{(run.task.memory_bytes or run.task.needed_bytes) / MB:.0f}",
+                megabytes(run.plan.checkpoint_bytes),
+                megabytes(run.task.memory_bytes or run.task.needed_bytes),
                 str(run.task.folder),
             )
             for run in self.runs

@@ -41,9 +41,9 @@ from compress.passes.contract.journal import Journal
 from compress.passes.contract.memory import available_bytes
 from compress.pipeline.readers import OWN, not_asked, unreadable
 from compress.recipe.schema import Recipe
+from compress.recipe.tables import megabytes
 
 TOLERANCE = 1e-3  # relative to the largest logit; equal arithmetic gives 0, a wrong scale or zero point far more
-MB = 1e6
 ROUNDED_TOLERANCE = 0.1  # for a reader that rounds weights to 16 bits; the rounded weights are compared bit for bit
 
 
@@ -257,7 +257,8 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
     free = available_bytes(device)
     if needed <= free:
         return None
-    return f"the dense model with its checkpoint takes {needed / MB:.0f} MB of memory, {free / MB:.0f} MB are available"
+    taken, left = megabytes(needed), megabytes(free)
+    return f"the dense model with its checkpoint takes {taken} MB of memory, {left} MB are available"
 
 
 def transformers_model(

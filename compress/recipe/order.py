@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from compress.models.structure.ends import EMBEDDING, HEAD
-from compress.passes.contract.facts import ANY_LAYER, Fact
+from compress.passes.contract.facts import ANY_LAYER, Fact, Preparation
 from compress.passes.contract.passes import Pass
 from compress.passes.contract.problems import for_all
 from compress.passes.contract.wording import recipe_error
 
+USERS: dict[Fact, tuple[str, str]] = {"quantized": ("quantizing", "gptq"), "masked": ("pruning", "wanda")}
+"""What kind of pass uses a preparation for a fact, and an example, for messages."""
 DISJOINT = "remove one of the two, or give them disjoint targets"
 
 
@@ -52,16 +54,18 @@ def _check_place(passes: Sequence[Pass], begun: bool, index: int) -> None:
             raise recipe_error(place, f"the model must be {in_words(fact)} first; put a pass that does so before it")
     prepares = step.effects(ANY_LAYER).prepares
     if prepares is not None and not any(prepares.fact in _facts(later) for later in passes[index + 1 :]):
-        raise recipe_error(place, unprepared(prepares.fact))
+        raise recipe_error(place, unprepared(prepares))
 
 
 def _facts(step: Pass) -> frozenset[Fact]:
     return step.effects(ANY_LAYER).facts
 
 
-def unprepared(fact: Fact) -> str:
+def unprepared(prepares: Preparation) -> str:
     """Return the error message for a preparation that no later pass uses."""
-    return f"it is a preparation, but no later pass makes the model {in_words(fact)}; put one that does so after it"
+    kind, example = USERS.get(prepares.fact, (f"that makes the model {in_words(prepares.fact)}", ""))
+    missing = f"a {kind} pass after it, such as {example}" if example else f"a pass after it {kind}"
+    return f"only {prepares.change}; add {missing}"
 
 
 def _surely_meet(earlier: Pass, later: Pass) -> bool:

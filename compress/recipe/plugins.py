@@ -209,7 +209,7 @@ def _import(key: str) -> type[Pass]:
     if name == SCRIPT or "<locals>" in path:
         raise RecipeError(
             f"{key!r}: a class of a script, a notebook or a function cannot be read again; "
-            "put it into a file of its own, and name the file in plugins"
+            "put it into a separate file, and name the file in plugins"
         )
     if not (path.isidentifier() and all(part.isidentifier() for part in name.split("."))):
         raise RecipeError(f"{key!r} is not module:Class, such as my_package.my_pass:MyPass")

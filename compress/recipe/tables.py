@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -46,6 +47,13 @@ class Shown(ABC):
 
     def _repr_html_(self) -> str:
         return "\n".join(map(_html, self.tables()))
+
+
+def megabytes(size_bytes: float) -> str:
+    """Format a size in MB with three significant digits, from 1000 MB on with all: 0.0524, 9.41, 269, 4488."""
+    size = size_bytes / 1e6
+    digits = 2 - math.floor(math.log10(size)) if size > 0 else 0
+    return f"{size:.{min(max(digits, 0), 6)}f}"
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -166,7 +166,7 @@ def recipe_text(
     """
     name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
     head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
-    head += ["", f"compress plan {quote(path)}", "    shows what becomes of each module, the bytes and the memory"]
+    head += ["", f"compress plan {quote(path)}", "    shows the effect on each module, the bytes and the memory"]
     head += [
         f"compress run {quote(path)} -o {quote(f'out/{name}')}",
         "    compresses, verifies and measures; a killed run continues",

@@ -9,7 +9,7 @@ from pathlib import Path
 from compress.evaluation.base import Record, plus_minus
 from compress.evaluation.comparison import Comparison
 from compress.evaluation.result import Measurements
-from compress.recipe.tables import ResultTable, Shown
+from compress.recipe.tables import ResultTable, Shown, megabytes
 from compress.report.charts import Picture, Point, ScatterChart
 from compress.report.charts import picture as picture_of
 from compress.report.page.blocks import Items, Prose, TextTable
@@ -67,7 +67,7 @@ class Variant(Record):
     def cells(self, on_front: bool) -> tuple[str, ...]:
         """Return the cells below `HEAD`, without the first."""
         return (
-            f"{self.size_bytes / MB:.1f}",
+            megabytes(self.size_bytes),
             f"{self.smaller:.2f}x",
             plus_minus(self.loss, self.loss_stderr, "+.4f"),
             "" if self.kl is None else plus_minus(self.kl, self.kl_stderr, ".4f"),

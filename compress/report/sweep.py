@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict
 from compress.errors import Failure, QualityError
 from compress.evaluation.base import Record
 from compress.recipe.axes import labels
-from compress.recipe.tables import ResultTable, Shown
+from compress.recipe.tables import ResultTable, Shown, megabytes
 from compress.report.charts import Picture, ScatterChart
 from compress.report.charts import picture as picture_of
 from compress.report.page.blocks import Items, PageBlock, Prose, TextTable
 from compress.report.page.render import PageSection, page
-from compress.report.pareto import HEAD, LOSS, MB, Variant, Variants
+from compress.report.pareto import HEAD, LOSS, Variant, Variants
 
 State = Literal["complete", "failed", "unfinished"]
 Value = str | int | float | bool | list[Any] | dict[str, Any] | None
@@ -51,7 +51,7 @@ class SweptRun(Record):
         """Its end in words."""
         if self.state != "complete":
             return f"{self.state}: {self.error}" if self.error else self.state
-        measured = "" if self.size_bytes is None else f"{self.size_bytes / MB:.1f} MB"
+        measured = "" if self.size_bytes is None else f"{megabytes(self.size_bytes)} MB"
         if self.variant is not None:
             *_, loss = self.variant.cells(False)[:3]
             measured = f"{self.variant.smaller:.2f}x smaller, {self.variant.measure} {loss}"
@@ -89,7 +89,7 @@ class SweepResult(Shown, BaseModel):
             )
         if limited := [run for run in self.runs if run.error is not None]:
             names = ", ".join(run.name for run in limited)
-            raise QualityError(f"{len(limited)} of {len(self.runs)} runs are below their limits of quality: {names}")
+            raise QualityError(f"{len(limited)} of {len(self.runs)} runs exceed a limit of fail_if: {names}")
 
     @property
     def failed(self) -> list[SweptRun]:
@@ -124,7 +124,7 @@ class SweepResult(Shown, BaseModel):
         if run.variant is not None:
             cells = run.variant.cells(on_front[run.variant.source])
         else:
-            size = "" if run.size_bytes is None else f"{run.size_bytes / MB:.1f}"
+            size = "" if run.size_bytes is None else megabytes(run.size_bytes)
             cells = (size, *("" for _ in HEAD[2:]))
         minutes = "" if run.seconds is None else f"{run.seconds / 60:.1f}"
         state = "" if run.state == "complete" else run.state

@@ -52,7 +52,7 @@ def storage_bits(result: RunResult) -> int:
 
 
 def size_in_words(result: RunResult, ratio_words: Callable[[float], str]) -> str:
-    """Describe the size of a checkpoint against the dense model and, if its size differs, against the given files.
+    """Describe the size of a checkpoint against the dense model and, if its size differs, against the source files.
 
     Args:
         ratio_words: words for a ratio of sizes, such as '2.00 times smaller'.
@@ -62,7 +62,7 @@ def size_in_words(result: RunResult, ratio_words: Callable[[float], str]) -> str
     if size.other_source_bytes is None:
         return dense
     source = ratio_words(size.other_source_bytes / size.checkpoint_bytes)
-    return f"{source} than the given file, {dense} than in {storage_bits(result)} bits"
+    return f"{source} than the source file, {dense} than in {storage_bits(result)} bits"
 
 
 def times_smaller(ratio: float) -> str:

@@ -45,7 +45,7 @@ class Masking(LayerPass):
 
 def check_described(kind: type[Pass]) -> None:
     """Check that the class has a docstring and a publication, and that it describes every option."""
-    require(kind.__doc__, "the class needs a docstring of its own")
+    require(kind.__doc__, "the class needs its own docstring")
     is_address = not kind.paper or kind.paper.startswith("https://")
     require(is_address, "paper: write the https address of the publication or of the source, or leave it out")
     missing = [name for name, option in kind.model_fields.items() if not option.description]
@@ -112,7 +112,7 @@ def check_apply(trial: PassTrial) -> None:
         state = torch.get_rng_state()
         require(apply(model, trial.chain, ids) is model, "apply returns another model")
         drawn = not torch.equal(torch.get_rng_state(), state)
-    require(not drawn, "it draws from the global random state; use a torch.Generator with a seed of its own")
+    require(not drawn, "it draws from the global random state; use a torch.Generator with its own seed")
     again = differing(tensors_of(model), applied)
     require(not again, f"a second time it gives other values, first in {again[:1]}")
     require(torch.equal(ids, trial.ids), "it changes the calibration ids")

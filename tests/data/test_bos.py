@@ -113,7 +113,7 @@ def test_a_recipe_calibrates_with_it(recipe, in_memory, tiny, words, tokenizer):
     [
         ("llama", {}, True, 8, "test: bos: the tokenizer has no beginning-of-sequence token; leave bos out"),
         ("bert", {}, False, 8, "test: bos has no effect: .*; leave it out"),
-        ("llama", {}, None, 1, "eval: length 1 leaves no room beside the special tokens"),
+        ("llama", {}, None, 1, "eval: length 1 has no room for text next to the special tokens"),
     ],
 )
 def test_bad_input(family, names, bos, length, message, tiny, words):

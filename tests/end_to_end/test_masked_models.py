@@ -81,7 +81,7 @@ def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
     stored, _ = model_sample(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
     assert stored.sha256() == model_sample(tiny("llama"), None, texts["tiny"], "test", None, None)[0].sha256()
     assert special_tokens_around(tokenizer()) == ([2], [3])
-    with pytest.raises(CalibrationError, match="eval: length 2 leaves no room beside the special tokens"):
+    with pytest.raises(CalibrationError, match="eval: length 2 has no room for text next to the special tokens"):
         model_sample(tiny("bert"), tokenizer(), words, "test", 3, 2)
 
 

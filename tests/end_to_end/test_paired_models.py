@@ -136,7 +136,7 @@ def test_each_half_of_a_window_stands_between_special_tokens(tiny, words):
     rows = [text[8 * i : 8 * i + 8] for i in range(3)]
     assert [each.inputs["input_ids"][0].tolist() for each in found] == [[2, *row[:4], 3] for row in rows]
     assert [each.labels[0].tolist() for each in found] == [[2, *row[4:], 3] for row in rows]
-    with pytest.raises(CalibrationError, match="eval: length 5 leaves no room beside the special tokens"):
+    with pytest.raises(CalibrationError, match="eval: length 5 has no room for text next to the special tokens"):
         model_sample(tiny("t5"), tokenizer(), words, "test", 3, 5)
     with pytest.raises(CalibrationError, match="length 129 exceeds the model's 128 positions; use length <= 128"):
         model_sample(tiny("bart"), tokenizer(), words, "test", 1, 129)

@@ -71,8 +71,10 @@ def test_models_are_measured_in_turns(tiny, monkeypatch):
     order = []
     monkeypatch.setattr(speed, "generate", lambda model, *rest: order.append(model) or [0.5] * 8)
     one, other = tiny("llama"), tiny("llama", seed=1)
-    found = speed.measure({"one": one, "other": other}, {})
+    counts = []
+    found = speed.measure({"one": one, "other": other}, {}, lambda done, of: counts.append((done, of)))
     assert order[:4] == [one, other, one, other]
+    assert counts == [(i + 1, len(order)) for i in range(len(order))]  # of two rates of decoding and one of prefill
     assert found.models["one"].decode == {1: 2.0, 8: 16.0} and found.models["one"].prefill == 8 / 0.5
     share = found.models["one"].token_bytes * 2.0 / found.read_bandwidth
     assert found.models["one"].bandwidth_share == pytest.approx(share)
@@ -97,7 +99,7 @@ def test_comparison_is_from_the_base_to_the_other():
         ("decode tokens/s, batch 1", "10.0", "30.0", "3.00x"),
         ("decode tokens/s, batch 8", "40.0", "120.0", "3.00x"),
         ("prefill tokens/s", "100.0", "100.0", "1.00x"),
-        ("MB read per token", "400.0", "100.0", "4.00x smaller"),
+        ("MB read per token", "400", "100", "4.00x smaller"),
     ]
 
 

@@ -391,9 +391,9 @@ def test_it_comes_before_anything_is_quantized():
     [
         (
             [],
-            r"^passes\[0\] awq: it is a preparation, but no later pass makes the model quantized; put one that does so",
+            r"^passes\[0\] awq: only rescales weights; add a quantizing pass after it, such as gptq$",
         ),
-        ([compress.Wanda()], r"^passes\[0\] awq: .*no later pass makes the model quantized"),
+        ([compress.Wanda()], r"^passes\[0\] awq: only rescales weights; add a quantizing pass"),
         (
             [compress.RTN(weights="int8", group_size=32)],
             r"passes\[1\] rtn does not do what it is prepared for: it needs "
@@ -403,8 +403,8 @@ def test_it_comes_before_anything_is_quantized():
         ([compress.RTN(group_size=32, symmetric=False)], "does not do what it is prepared for"),
         (
             [compress.RTN(group_size=32, ignore="*.up_proj")],
-            r"awq: model\.layers\.0\.mlp\.up_proj: it is a preparation, "
-            "but no later pass .* or leave the layer out with ignore",
+            r"awq: model\.layers\.0\.mlp\.up_proj: only rescales weights; add a quantizing pass after it, such as gptq, "
+            "or leave the layer out with ignore",
         ),
         (
             [compress.RTN(group_size=32, overrides={"*.o_proj": {"weights": "int8"}})],

@@ -136,9 +136,7 @@ def test_a_pass_that_rounds_inputs_in_another_way_is_an_error(recipe):
 
 def test_it_comes_before_other_rounding_and_needs_a_pass_that_rounds_weights(recipe, pico_model, pico_ids):
     assert FPTQ.never_after == {"quantized", "activations_quantized", "cache_quantized"}
-    with pytest.raises(
-        compress.CompressError, match="it is a preparation, but no later pass makes the model quantized"
-    ):
+    with pytest.raises(compress.CompressError, match="only rounds inputs; add a quantizing pass after it"):
         compress.apply(pico_model, [FPTQ()], pico_ids)
 
 

@@ -261,7 +261,7 @@ def test_a_model_without_a_loss_learns_no_rotations(ids):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("gpt2", r"cannot be told apart \(.*cannot express 16 of 32 hidden channels.*\); use residual: false"),
+        ("gpt2", r"look alike \(.*cannot express 16 of 32 hidden channels.*\); use residual: false"),
         ("opt", "both sides of .*k_proj have the hidden width.*; use residual: false"),
         (
             "gemma2",

@@ -157,7 +157,7 @@ def test_a_later_pass_that_rounds_inputs_again_is_refused(pico_model, pico_ids):
 
 
 def test_it_comes_before_a_pass_that_quantizes_weights(recipe):
-    with pytest.raises(RecipeError, match=r"passes\[0\] rptq: it is a preparation, but no later pass makes the model"):
+    with pytest.raises(RecipeError, match=r"passes\[0\] rptq: only rounds inputs; add a quantizing pass after it"):
         recipe(RPTQ())
     with pytest.raises(SeveralErrors, match=r"the layers are already quantized by passes\[0\] rtn; put rptq before it"):
         recipe(RTN(**INT8), RPTQ(), RTN(**INT8))

@@ -227,10 +227,10 @@ def test_it_comes_before_anything_is_quantized():
 
 
 def test_smoothing_that_no_rounding_follows_is_an_error(recipe, pico_model, pico_ids):
-    message = r"passes\[0\] smoothquant: it is a preparation, but no later pass makes the model quantized"
+    message = r"passes\[0\] smoothquant: only rescales channels; add a quantizing pass after it"
     with pytest.raises(compress.CompressError, match=message):
         compress.apply(pico_model, [SmoothQuant()], pico_ids)
     with pytest.raises(compress.CompressError, match=message):
         recipe(SmoothQuant(), compress.Wanda())
-    with pytest.raises(compress.CompressError, match=r"smoothquant: .*o_proj: it is a preparation"):
+    with pytest.raises(compress.CompressError, match=r"smoothquant: .*o_proj: only rescales channels"):
         compress.plan(recipe(SmoothQuant(), compress.RTN(ignore="*.o_proj")))

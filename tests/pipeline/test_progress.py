@@ -10,7 +10,7 @@ from rich.console import Console
 
 import compress
 from compress.passes.contract.journal import Journal
-from compress.pipeline.progress import shown_progress
+from compress.pipeline.progress import Waiting, shown_progress
 
 
 def hear(console: Console) -> None:
@@ -35,7 +35,7 @@ def test_a_bar_on_a_terminal():
     assert "model.layers.39  passes[0] gptq" in text and "40/40" in text
     end = text.splitlines()[-2:]
     assert "40/40" in end[0] and "2/2" in end[1] and "verifying the checkpoint" not in "".join(end)
-    assert "fallback: passes[0] gptq x: [damping] raised" in text
+    assert "warning: passes[0] gptq x: [damping] raised" in text
 
 
 def test_a_line_per_tenth_where_there_is_no_terminal():
@@ -48,7 +48,7 @@ def test_a_line_per_tenth_where_there_is_no_terminal():
     ]
     assert [line for line in lines if "gptq  " not in line] == [
         "perplexity of the base model  1/2",
-        "fallback: passes[0] gptq x: [damping] raised",
+        "warning: passes[0] gptq x: [damping] raised",
         "perplexity of the base model  2/2",
     ]
 
@@ -66,6 +66,26 @@ def test_a_training_that_ended_early_is_not_shown_as_complete():
     with shown_progress(journal, Console(file=file, width=100, markup=False)):
         journal.add("progress", "train", "training", done=30, of=100)
     assert file.getvalue() == "training  30/100\n"
+
+
+def test_a_command_that_waits_shows_its_text_and_then_its_count():
+    file = io.StringIO()
+    with Waiting("opening x", Console(file=file, force_terminal=True, width=80, markup=False)) as waiting:
+        assert "opening x" in file.getvalue() and "100%" not in file.getvalue()
+        for done in range(1, 5):
+            waiting.count(done, 4)
+    end = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", file.getvalue()).splitlines()[-1]
+    assert "opening x" in end and "4/4" in end
+
+
+def test_a_command_that_waits_prints_counts_alone_where_there_is_no_terminal():
+    file = io.StringIO()
+    with Waiting("opening x", Console(file=file, width=80, markup=False)) as waiting:
+        assert file.getvalue() == ""
+        for done in range(1, 41):
+            waiting.count(done, 40)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "opening x  1/40" and lines[-1] == "opening x  40/40" and len(lines) == 11
 
 
 def test_run_shows_progress_unless_told_otherwise(recipe, tmp_path, capsys):

@@ -109,7 +109,7 @@ def test_a_run_below_its_limits_is_complete(rtn, tmp_path):
     result = compress.sweep(strict, {"seed": [0]}, tmp_path, executor=Serial())
     [run] = result.runs
     assert run.state == "complete" and run.variant is not None and "kl" in run.error
-    with pytest.raises(QualityError, match="1 of 1 runs are below their limits of quality: seed=0"):
+    with pytest.raises(QualityError, match="1 of 1 runs exceed a limit of fail_if: seed=0"):
         result.check()
 
 

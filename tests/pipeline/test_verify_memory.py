@@ -33,7 +33,7 @@ def test_transformers_is_not_asked_where_the_dense_model_does_not_fit(
     short_of_memory(2_400_000)  # pico has 2.4 MB in float32
     report = compress.run(recipe(RTN(group_size=32), save=save), tmp_path).report
     assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is None
-    reason = r"the dense model with its checkpoint takes \d MB of memory, 2 MB are available"
+    reason = r"the dense model with its checkpoint takes \d\.\d\d MB of memory, 2\.40 MB are available"
     assert re.fullmatch(reason, report["verified"]["skipped"])
 
 

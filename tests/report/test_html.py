@@ -161,14 +161,14 @@ def test_sections_without_data_are_left_out():
     }
     ids = [known["id"] for known in Reader(page(values)).found("section")]
     assert ids == ["verdict", "size_and_quality", "time_and_memory", "checks", "journal", "reproduction"]
-    assert "No fallbacks and no notes." in page(values)
+    assert "No warnings and no notes." in page(values)
 
 
 def test_every_entry_of_the_journal_is_shown(whole):
     text = Reader(whole).text
     assert all(f"passes[1] gptq model.layers.{i} (tokens {i})" in text for i in range(BLOCKS))
-    fallback, *notes = blocks("journal", sample())
-    assert fallback.kind == "fallback" and len(fallback.places) == BLOCKS and {note.kind for note in notes} == {"note"}
+    warning, *notes = blocks("journal", sample())
+    assert warning.label == "warning" and len(warning.places) == BLOCKS and {note.label for note in notes} == {"note"}
 
 
 def test_tasks_have_intervals_flips_and_failures(whole):
@@ -246,9 +246,9 @@ def test_the_size_of_a_source_that_is_quantized_already():
     values = sample()
     values["size"]["source_bytes"] = values["size"]["checkpoint_bytes"] // 2
     report = RunResult.from_json(values)
-    assert headline(report).startswith("2.00 times larger than the given file, 3.12 times smaller than in ")
+    assert headline(report).startswith("2.00 times larger than the source file, 3.12 times smaller than in ")
     text = Reader(page(values)).text
-    assert "checkpoint against the given file, MB" in text and "the given file has" in text
+    assert "checkpoint against the source file, MB" in text and "the source file has" in text
     values["size"]["source_bytes"] = values["size"]["dense_bytes"] + 4096  # headers
     assert headline(RunResult.from_json(values)).startswith("3.12 times smaller, ")
 

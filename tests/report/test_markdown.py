@@ -107,9 +107,9 @@ def summary(report):
 def test_size_and_quality_by_hand(report):
     # bfloat16: 16 bits each before
     assert summary(report) == [
-        ("checkpoint, MB", "10.0", "5.0", "2.00x smaller"),
+        ("checkpoint, MB", "10.0", "5.00", "2.00x smaller"),
         ("bits per weight, 3 layers", "16.00", "4.000", "4.00x smaller"),
-        ("perplexity, a (2 x 8 tokens)", "10.00", "12.50", "1.250x"),
+        ("perplexity, a (2 x 8 tokens)", "10.00", "12.50", "+25.0%"),
     ]
 
 
@@ -132,7 +132,7 @@ def test_errors_of_reconstructed_blocks_are_in_the_order_of_the_model(report):
 
 def test_time_errors_and_journal_by_hand(report):
     found = RunResult.from_json(report)
-    assert time_and_memory.rows(found) == [("save", "1.3", "7")]
+    assert time_and_memory.rows(found) == [("save", "1.3", "7.00")]
     assert layer_errors.by_pass(found) == [
         ("one", "2", "0.2000", "0.3000", "0.250"),
         ("two", "1", "nan", "nan", "0.250"),
@@ -147,8 +147,8 @@ def test_the_memory_of_an_accelerator_is_shown_where_one_was_used(report):
     assert rendered("time_and_memory", report).splitlines() == [
         "| phase | seconds | peak memory, MB | peak memory of the accelerator, MB |",
         "| --- | --- | --- | --- |",
-        "| save | 1.3 | 7 | 0 |",
-        "| verify | 2.0 | 3 | 5 |",
+        "| save | 1.3 | 7.00 | 0 |",
+        "| verify | 2.0 | 3.00 | 5.00 |",
     ]
     _, bars, *_ = SECTIONS["time_and_memory"]().blocks(RunResult.from_json(report))
     assert [group.title for group in bars.groups] == ["Time", "Peak memory", "Peak memory of the accelerator"]
@@ -214,7 +214,7 @@ def test_checks_say_whether_the_plan_knew_the_size(report):
 
 def test_a_quiet_run_says_so(report):
     report["journal"]["entries"] = []
-    assert rendered("journal", report) == "No fallbacks and no notes."
+    assert rendered("journal", report) == "No warnings and no notes."
 
 
 def test_every_figure_of_the_report_comes_from_report_json(recipe, tiny_folder, tmp_path):

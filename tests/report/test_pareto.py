@@ -22,7 +22,7 @@ def test_the_front_by_hand():
     assert Variants(made[:1]).on_front() == [True]
     assert Variants([variant("x", 1, 1), variant("y", 1, 1)]).on_front() == [True, True]
     assert [row[0] for row in Variants(made).table().rows] == ["d", "b", "c", "a"]
-    assert repr(Variants(made)).splitlines()[2].split() == ["d", "0.0", "3.33x", "+0.2000", "±", "0.0100"]
+    assert repr(Variants(made)).splitlines()[2].split() == ["d", "0.000300", "3.33x", "+0.2000", "±", "0.0100"]
 
 
 def test_the_verdict_in_words():

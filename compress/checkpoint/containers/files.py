@@ -65,7 +65,7 @@ def atomic(path: Path) -> Iterator[Path]:
 def check_writable(path: Path) -> None:
     """Check that files can be created in a folder, or in the place where a file or a folder is to be.
 
-    Nothing is left behind.
+    Nothing remains of the trial.
 
     Raises:
         OutputError: if they cannot.

@@ -29,7 +29,7 @@ FILE = "model.gguf"
 """The file in the folder of a checkpoint."""
 INDEX = "compress.tensors"
 SIDECAR = "gguf_tensors.json"
-"""The file beside the file of another program, in place of `INDEX`, which llama.cpp copies when it quantizes a file."""
+"""A file in the same folder, in place of `INDEX`, which llama.cpp copies when it quantizes a file."""
 LARGEST_INDEX = 64 << 20
 """Bytes of `SIDECAR`."""
 BLOCKS = "_blocks"

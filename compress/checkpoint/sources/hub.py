@@ -21,7 +21,7 @@ from compress.errors import ModelError, one_line
 CONFIGURATION = ["*.json", "*.model", "*.txt", "*.jinja", SUMS, "README.md", "LICENSE*", "NOTICE*"]
 WEIGHTS = "*.safetensors"
 COPIES = ["consolidated*", "original/*"]
-"""Weights in the layout of their authors, which some models have beside those of transformers."""
+"""Weights in the layout of their authors, which some models have in addition to those of transformers."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -66,12 +66,12 @@ def _listed(index: Path, folder: Path) -> list[Path]:
 
 
 class Place(NamedTuple):
-    """A stored tensor: its file, its name there, and its header; with an index, one of the tensors that are stacked."""
+    """A stored tensor: its file, its name there, and its header; with a member, one of the tensors that are stacked."""
 
     path: Path
     key: str
     header: Header
-    index: int | None = None
+    member: int | None = None
 
     def read(self) -> Tensor:
         """Read the tensor; it is mapped where its file allows it."""
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 
     def select(self, tensor: Tensor) -> Tensor:
         """Return this tensor of the one that is stored under the key."""
-        return tensor if self.index is None else tensor[self.index]
+        return tensor if self.member is None else tensor[self.member]
 
 
 def stored_tensors(folder: Path) -> dict[str, Place]:

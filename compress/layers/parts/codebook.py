@@ -7,6 +7,7 @@ scale   float [out]                          a factor per row, only if `scaled`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -81,13 +82,12 @@ class CodebookScheme(PartScheme):
         return specs | ({"scale": TensorSpec((rows,))} if self.scaled else {})
 
 
-class CodebookPart(WeightPart):
+class CodebookPart(WeightPart[CodebookScheme]):
     """Indices into codebooks."""
 
     kind: ClassVar[str] = "codebook"
-    names: ClassVar[dict[str, str]] = {"words": "codes", "books": "books", "scale": "scale"}
+    names: ClassVar[Mapping[str, str]] = {"words": "codes", "books": "books", "scale": "scale"}
 
-    scheme: CodebookScheme
     words: Int[Tensor, "out words"]
     books: Float[Tensor, "tables count entries length"]
     scale: Float[Tensor, " out"] | None

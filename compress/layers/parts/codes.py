@@ -138,7 +138,7 @@ class CodesScheme(PartScheme):
         return self.grid.bits
 
 
-class CodesPart(WeightPart):
+class CodesPart(WeightPart[CodesScheme]):
     """Packed codes with their scales.
 
     Attributes:
@@ -159,7 +159,6 @@ class CodesPart(WeightPart):
         "shared": "scale_shared",
     }
 
-    scheme: CodesScheme
     words: Int[Tensor, "*lines words"]
     scale: Shaped[Tensor, "out groups"]
     zero: Shaped[Tensor, "out groups"] | None

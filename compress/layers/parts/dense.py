@@ -42,11 +42,10 @@ class DenseScheme(PartScheme):
         return storage if self.dtype is None else DTYPES[self.dtype]
 
 
-class DensePart(WeightPart):
+class DensePart(WeightPart[DenseScheme]):
     """A matrix of floats, or the packed sparse weights of one."""
 
     kind: ClassVar[str] = "dense"
-    scheme: DenseScheme
     names: ClassVar[Mapping[str, str]] = {"weight": ""}
 
     weight: Tensor

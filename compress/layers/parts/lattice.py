@@ -57,13 +57,12 @@ class LatticeScheme(ScaledRowsScheme):
         return {"codes": codes, **self.tensors_of_rows(rows)}
 
 
-class LatticePart(ScaledRowsPart):
+class LatticePart(ScaledRowsPart[LatticeScheme]):
     """Codes of lattice points."""
 
     kind: ClassVar[str] = "lattice"
     names: ClassVar[Mapping[str, str]] = {"codes": "codes", "scale": "scale", "signs": "signs"}
 
-    scheme: LatticeScheme
     codes: Int[Tensor, "out bytes"]
 
     @classmethod

@@ -57,7 +57,7 @@ class LowRankScheme(PartScheme):
         return {stored_name(key, n): spec for key, factor, size in pairs for n, spec in factor.tensors(size).items()}
 
 
-class LowRankPart(WeightPart):
+class LowRankPart(WeightPart[LowRankScheme]):
     """The product B A.
 
     Attributes:
@@ -66,8 +66,6 @@ class LowRankPart(WeightPart):
     """
 
     kind: ClassVar[str] = "low_rank"
-
-    scheme: LowRankScheme
 
     def __init__(self, scheme: LowRankScheme, shape: tuple[int, int], a: WeightPart, b: WeightPart) -> None:
         super().__init__(scheme, shape, {})

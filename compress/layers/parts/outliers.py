@@ -57,7 +57,7 @@ class OutliersScheme(PartScheme):
         return {"columns": columns, "rows": rows, "values": TensorSpec((self.count,), dtype)}
 
 
-class OutliersPart(WeightPart):
+class OutliersPart(WeightPart[OutliersScheme]):
     """A few weights as floats; all others are zero.
 
     Attributes:
@@ -69,7 +69,6 @@ class OutliersPart(WeightPart):
     kind: ClassVar[str] = "outliers"
     names: ClassVar[Mapping[str, str]] = {"columns": "columns", "rows": "rows", "values": "values"}
 
-    scheme: OutliersScheme
     columns: Int[Tensor, " n"]
     rows: Int[Tensor, " rows"] | None
     values: Tensor

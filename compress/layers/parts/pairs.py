@@ -64,13 +64,12 @@ class PairsScheme(PartScheme):
         return {"packed": packed, "scale": TensorSpec((lines, groups_in(width, self.group_size)))}
 
 
-class PairsPart(WeightPart):
+class PairsPart(WeightPart[PairsScheme]):
     """Packed codes of pairs with their scales."""
 
     kind: ClassVar[str] = "pairs"
     names: ClassVar[Mapping[str, str]] = {"words": "packed", "scale": "scale"}
 
-    scheme: PairsScheme
     words: Int[Tensor, "out words"]
     scale: Float[Tensor, "out groups"]
 

@@ -14,7 +14,7 @@ from abc import abstractmethod
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, TypeVar
 
 from compress.layers.base import PartScheme, TensorSpec, WeightPart, stored_name
 from compress.numerics.hadamard import fits, transformed
@@ -49,10 +49,12 @@ class ScaledRowsScheme(PartScheme):
         return specs if self.rotated is None else {**specs, "signs": TensorSpec((rows,), torch.int8)}
 
 
-class ScaledRowsPart(WeightPart):
+RowsSchemeT = TypeVar("RowsSchemeT", bound=ScaledRowsScheme, default=ScaledRowsScheme, covariant=True)
+
+
+class ScaledRowsPart(WeightPart[RowsSchemeT]):
     """Decoded values times a scale per row."""
 
-    scheme: ScaledRowsScheme
     scale: Float[Tensor, " out"]
     signs: Int[Tensor, " out"] | None
 

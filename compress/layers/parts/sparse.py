@@ -119,7 +119,7 @@ def _named(pattern: Any, kept_count: int) -> SparseLayout:
     return SparseLayout.named(pattern, kept_count)
 
 
-class SparsePart(WeightPart):
+class SparsePart(WeightPart[SparseScheme]):
     """Packed sparse weights.
 
     Attributes:
@@ -130,7 +130,6 @@ class SparsePart(WeightPart):
     kind: ClassVar[str] = "sparse"
     names: ClassVar[Mapping[str, str]] = {"positions": "kept"}
 
-    scheme: SparseScheme
     positions: Int[Tensor, "out words"]
 
     def __init__(

@@ -97,13 +97,12 @@ class TrellisScheme(ScaledRowsScheme):
         return {"codes": TensorSpec(size, torch.uint8), **self.tensors_of_rows(rows), **table}
 
 
-class TrellisPart(ScaledRowsPart):
+class TrellisPart(ScaledRowsPart[TrellisScheme]):
     """Packed trellis paths."""
 
     kind: ClassVar[str] = "trellis"
     names: ClassVar[Mapping[str, str]] = {"codes": "codes", "scale": "scale", "table": "table", "signs": "signs"}
 
-    scheme: TrellisScheme
     codes: Int[Tensor, "tiles bytes"]
     table: Float[Tensor, "entries 2"] | None
 

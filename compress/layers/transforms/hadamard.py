@@ -46,7 +46,7 @@ class HadamardScheme(TransformScheme):
         return {"hadamard_signs": TensorSpec((shape[1],), torch.int8)}
 
 
-class Hadamard(InputTransform):
+class Hadamard(InputTransform[HadamardScheme]):
     """(x * signs) H / sqrt(block), computed in float32 and returned in the dtype of x.
 
     Attributes:
@@ -58,7 +58,6 @@ class Hadamard(InputTransform):
     rank: ClassVar[int] = -1  # scales and permutations of later passes are for the rotated columns
     mixes: ClassVar[bool] = True
 
-    scheme: HadamardScheme
     signs: Int[Tensor, " in"]
 
     @classmethod

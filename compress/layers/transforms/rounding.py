@@ -98,7 +98,7 @@ class RoundingScheme(TransformScheme):
         return self.groups is not None and not self.symmetric
 
 
-class InputRounding(InputTransform):
+class InputRounding(InputTransform[RoundingScheme]):
     """Quantize and dequantize activations; the dtype of the inputs is preserved.
 
     With outlier columns, x W^T is the sum of an integer product and a float product over those columns.
@@ -121,7 +121,6 @@ class InputRounding(InputTransform):
     linear: ClassVar[bool] = False
     in_kernel: ClassVar[bool] = True
 
-    scheme: RoundingScheme
     scale: Float[Tensor, " groups"] | None
     zero: Int[Tensor, " groups"] | None
     group_index: Int[Tensor, " in"] | None

@@ -91,6 +91,7 @@ def cut_hidden_channels(
     small = change_along(weights, width, lambda tensor, dim: tensor.index_select(dim, channels))
     norms = [f"{name}.weight" for name in norms_of(model) if (f"{name}.weight", 0) in width.axes]
     grown = math.sqrt(size / remaining)
+    error = math.inf
     for form in FORMS:
         more = {n: small[n] * grown if form == "weight" else (1 + small[n]) * grown - 1 for n in norms}
         new = build(model, config, small | more)

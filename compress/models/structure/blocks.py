@@ -87,7 +87,7 @@ def _parts_with_stacks(model: nn.Module) -> list[list[str]]:
     parts = [names.get(id(part)) for part in (model.get_encoder(), model.get_decoder())]
     if None in parts or len({*parts, ""}) < 3:
         raise ModelError(
-            f"model: {type(model).__name__} does not tell its encoder and decoder apart; use another model"
+            f"model: {type(model).__name__} has no separate modules of an encoder and a decoder; use another model"
         )
     return [[f"{name}."] for name in parts]
 

@@ -1,8 +1,8 @@
 """Probe runs of one block: change one output (scale, shift or equalize it) and record the inputs of all readers.
 
-In all runs, the output of each linear is centred over the tokens and shifted by the same noise of its own size, so that
-no channel is silent (after a ReLU, half of the channels may be zero on a short text). Runs are in float32; a block in
-another dtype is copied.
+In all runs, the output of each linear is centred over the tokens and shifted by noise of the same size, equal in all
+runs, so that no channel is silent (after a ReLU, half of the channels may be zero on a short text). Runs are in
+float32; a block in another dtype is copied.
 """
 
 from __future__ import annotations

@@ -368,8 +368,8 @@ def _least_error(
             better = error < best
             best = torch.where(better, error, best)
             scale = torch.where(better, candidate * sign, scale)
-        if zero is not None and candidate_zero is not None:
-            zero = torch.where(better, candidate_zero, zero)
+            if zero is not None and candidate_zero is not None:
+                zero = torch.where(better, candidate_zero, zero)
     return scale, zero
 
 

@@ -103,10 +103,12 @@ class Preparation:
         fact: the fact that a later pass must make true.
         mismatch: maps the effects of that later pass on a dense layer to the reason why the layer is not prepared for
             it, or None.
+        change: what the pass does to a layer, for the error without such a later pass: 'only CHANGE'.
     """
 
     fact: Fact
     mismatch: Callable[[Effects], str | None] = _suits
+    change: str = "prepares layers"
 
 
 @dataclass(frozen=True)

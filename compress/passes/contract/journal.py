@@ -33,6 +33,11 @@ class JournalEntry:
     message: str
     figures: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        """The word that introduces the message to a reader: a fallback is a warning too."""
+        return "warning" if self.kind == "fallback" else self.kind
+
 
 @dataclass
 class Journal:

@@ -83,7 +83,7 @@ class Solution:
     Attributes:
         weight: the replacement of all parts of the weight: floats, codes, or parts; None: the parts do not change.
         mask: True where weights are kept; None: the mask does not change.
-        transforms: input transforms; each replaces the transform of its own kind.
+        transforms: input transforms; each replaces the transform of the same kind.
         zeros: the sparsity that is due, which is checked in the checkpoint.
         added: further parts of the weight.
     """

@@ -200,7 +200,7 @@ class ProcessLink:
         ]
 
     def _heard(self, source: int, turn: int, value: Any) -> Any:
-        """Return the value of a process that has told it, or broadcasts it.
+        """Return the value of a process that has sent it, or broadcasts it.
 
         Args:
             value: of this process.

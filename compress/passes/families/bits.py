@@ -26,7 +26,7 @@ from compress.numerics.quant.grids import Grid, IntGrid
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Surveyed
 from compress.passes.contract.memory import ProblemSize
-from compress.passes.contract.observers import Gram, Nothing, Observer
+from compress.passes.contract.observers import Gram, Nothing
 from compress.passes.contract.options import DENSE, OptionError, Options, Override, read_overrides
 from compress.passes.contract.passes import AnyPass, Pass, Survey, works_on
 from compress.train.curvature import hessian_traces, weight_curvature
@@ -136,12 +136,9 @@ class BitSurvey(Survey):
     def __init__(self, step: Quantizing, options: Bits) -> None:
         self.options, self.choices = options, options.choices_for(step.grid)
         self.step, self.steps = step, step.with_choices(self.choices)
+        self.observer = step.compensates or (Gram if options.by == "sensitivity" else Nothing)
         self.curvature: dict[str, Tensor] = {}
         self.traces: dict[str, float] = {}
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.step.compensates or (Gram if self.options.by == "sensitivity" else Nothing)
 
     @property
     def whole(self) -> bool:

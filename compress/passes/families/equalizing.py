@@ -108,7 +108,9 @@ class EqualizingPass(BlockPass):
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (ScaleScheme(),) if self.unlinked == "scale" else ()
-        return replace(super().effects(layer), transforms=transforms, prepares=Preparation("quantized"))
+        return replace(
+            super().effects(layer), transforms=transforms, prepares=Preparation("quantized", change="rescales channels")
+        )
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         self.equalize(block, inputs, inputs.observe(self.statistics), log)

@@ -65,8 +65,10 @@ class RotationLearning(LoopOptions, Options):
         description="weight of the cross-entropy on the text; the divergence from the model without rounding has the "
         "weight 1 - ce_weight",
     )
-    steps: int = Field(default=100, ge=1, description="number of steps of Cayley SGD")
-    learning_rate: float = Field(default=1.5, gt=0, description="highest rate; a step has a limit of its own, 1 / |W|")
+    steps: int = Field(  # pyright: ignore[reportIncompatibleVariableOverride]  safe: frozen, and never without steps
+        default=100, ge=1, description="number of steps of Cayley SGD"
+    )
+    learning_rate: float = Field(default=1.5, gt=0, description="highest rate; a step is also limited to 1 / |W|")
     momentum: Share = Field(default=0.0, description="decay rate of the momentum of Cayley SGD")
     warmup: int = Field(default=0, ge=0, description="number of warmup steps, in which the rate rises")
     seed: int = Field(default=0, ge=0, description="seed of the sequence order and of the held-out sequences")

@@ -73,7 +73,11 @@ class ChannelPermutation(BlockPass):
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (PermutationScheme(),) if self.unlinked == "keep" else ()
-        return replace(super().effects(layer), transforms=transforms, prepares=Preparation("masked", self._mismatch))
+        return replace(
+            super().effects(layer),
+            transforms=transforms,
+            prepares=Preparation("masked", self._mismatch, "reorders channels"),
+        )
 
     def _mismatch(self, later: Effects) -> str | None:
         if any(sparsity.n_of_m == self.pattern.n_of_m for sparsity in later.sparsities):

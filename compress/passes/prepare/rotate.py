@@ -321,7 +321,7 @@ def _hidden_width(model: PreTrainedModel, label: str) -> Width:
         return hidden_width(model, lambda size: max(size // 2 // heads, 1) * heads)  # some need a multiple of the heads
     except ModelError as error:
         raise ModelError(
-            f"{label}: the tensors that read or write hidden states cannot be told apart ({error}); use residual: false"
+            f"{label}: readers and writers of the hidden states look alike ({error}); use residual: false"
         ) from error
 
 

@@ -28,7 +28,7 @@ class SmoothQuant(EqualizingPass):
     float32, and undone if it changes the block's output. Linears without a link are not smoothed, or, with
     unlinked: scale, divide their inputs at run time (format native stores such a scale).
 
-    alpha: search tries all values of SEARCHED, and no smoothing, for each link. It takes the value with the least error
+    alpha: search tries 0, 0.05, ... 1, and no smoothing, for each link. It takes the value with the least error
     of the readers' outputs with weights in int8 per row and inputs in int8 per token, on a few hundred tokens.
     """
 

@@ -22,9 +22,7 @@ class Magnitude(PruningPass):
     """
 
     use_for: ClassVar[str] = "A baseline, and up to 20 or 30% of zeros without calibration text."
-    not_for: ClassVar[str] = (
-        "Half of the weights or 2:4: wanda and sparsegpt lose a fraction of that at the price of some text."
-    )
+    not_for: ClassVar[str] = "Half of the weights or 2:4: wanda and sparsegpt read some text and lose far less."
     paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"
 
     pattern: Pattern = Field(default=Pattern("layer"), description=PruningPass.model_fields["pattern"].description)

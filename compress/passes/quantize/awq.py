@@ -85,7 +85,7 @@ class AWQ(WeightGrid, BlockPass):
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (ScaleScheme(),) if self.unlinked == "scale" else ()
-        prepares = Preparation("quantized", self.grid_mismatch)
+        prepares = Preparation("quantized", self.grid_mismatch, "rescales weights")
         return replace(super().effects(layer), transforms=transforms, prepares=prepares)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:

@@ -37,7 +37,7 @@ class BiLLM(CompensatingPass):
     In each block the columns with the largest sum of w^2 / [U_jj]^2 are salient; their number has the least squared
     error of the block (section 3.2), which also counts that the others are binarized in two sets. They are binarized,
     and what is left of them is binarized again. The other weights are binarized in two sets, of small and of large
-    magnitude, each with a scale of its own; the break point has the least error (section 3.3), here for each row. The
+    magnitude, each with its own scale; the break point has the least error (section 3.3), here for each row. The
     sweep of GPTQ compensates each column's error in all later columns; the paper does so in later blocks alone.
     `refine` then improves scales and signs of both planes.
 

@@ -97,7 +97,7 @@ class QLLM(WeightGrid, ReconstructionPass):
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (ReassemblyScheme(),) if self.extra else ()
-        prepares = Preparation("quantized", self._mismatch)
+        prepares = Preparation("quantized", self._mismatch, "splits and merges channels")
         return replace(super().effects(layer), transforms=transforms, prepares=prepares)
 
     def _mismatch(self, later: Effects) -> str | None:

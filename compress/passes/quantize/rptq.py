@@ -94,7 +94,7 @@ class RPTQ(BlockPass):
             scheme=layer.with_transform(self.rounding_scheme(width, self.reorder == "all")),
             transforms=(PermutationScheme(),) if self.reorder == "all" else (),
             problem=problem,
-            prepares=Preparation("quantized", _mismatch),
+            prepares=Preparation("quantized", _mismatch, "rounds inputs"),
         )
 
     def rounding_scheme(self, width: int, contiguous: bool) -> RoundingScheme:

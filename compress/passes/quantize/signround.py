@@ -124,7 +124,7 @@ class _Sign(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:  # torch declares one result for each kind of closure
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:  # an expert without tokens in this batch

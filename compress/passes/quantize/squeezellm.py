@@ -32,7 +32,7 @@ from compress.train.student import trainable
 
 
 class SqueezeLLM(ModelPass):
-    """Give each row of a weight a dictionary of its own, by k-means weighted with the sensitivity of every weight.
+    """Give each row of a weight its own dictionary, by k-means weighted with the sensitivity of every weight.
 
     The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (section 4.1), F the diagonal of the
     empirical Fisher information: the mean over sequences of the squared gradient of the loss of the text. k-means
@@ -54,11 +54,16 @@ class SqueezeLLM(ModelPass):
         default="fisher", description="weight of each weight's squared error: the Fisher information, or 1"
     )
     outliers: float = Field(
-        default=0.004, ge=0, lt=1, description="fraction of the weights, the largest of a layer, apart"
+        default=0.004,
+        ge=0,
+        lt=1,
+        description="fraction of the weights that are stored as floats: the largest of a layer",
     )
-    sensitive: float = Field(default=0.0005, ge=0, lt=1, description="fraction of the most sensitive weights apart")
+    sensitive: float = Field(
+        default=0.0005, ge=0, lt=1, description="fraction of the weights that are stored as floats: the most sensitive"
+    )
     outlier_dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        default="float16", description="dtype of weights apart"
+        default="float16", description="dtype of the weights that are stored as floats"
     )
     sequences: int | None = Field(
         default=None, ge=1, description="number of calibration sequences for the sensitivities; null: all"

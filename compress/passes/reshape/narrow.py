@@ -89,7 +89,7 @@ class Narrow(ReshapingPass):
         return super().without_effect() | (idle if self.repair == "none" else {})
 
     def memory(self, size: ProblemSize) -> int:
-        """Activations, and either statistics and one solution, or what is left of the original beside the result.
+        """Activations, and either statistics and one solution, or what is left of the original and the result.
 
         That is the repaired readers, a third of a feed-forward layer; with hidden channels, two whole models.
         """

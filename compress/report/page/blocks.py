@@ -85,12 +85,12 @@ class JournalItem(PageBlock):
     """A message of the journal with all its places.
 
     Attributes:
-        kind: 'note', 'fallback', or another kind of the journal.
+        label: 'note', 'warning', or another kind of the journal.
         message: The text.
         places: Where the message was written.
     """
 
-    kind: str
+    label: str
     message: str
     places: Sequence[str]
 

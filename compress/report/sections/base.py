@@ -10,8 +10,6 @@ from compress.evaluation.result import RunResult
 from compress.report.names import escaped
 from compress.report.page.blocks import Code, PageBlock
 
-MB = 1e6
-
 
 class Section(ABC):
     """One section of report.md and report.html.

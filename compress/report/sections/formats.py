@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluation.result import FormatResult, RunResult, Verification
+from compress.recipe.tables import megabytes
 from compress.report.names import formats_in
 from compress.report.page.blocks import Details, Items, PageBlock, TextTable
-from compress.report.sections.base import MB, Section, table
+from compress.report.sections.base import Section, table
 
 HEAD = ("format", "folder", "MB", "layers", "read back by", "weights")
 LAYERS = ("format", "layers", "count", "before", "after", "weight error")
@@ -39,7 +40,7 @@ class FormatsSection(Section):
 def rows(result: RunResult) -> list[tuple[str, ...]]:
     """List a row for each format, the one of the output folder first."""
     first = formats_in(result.reproduce.recipe)[0]
-    size = f"{result.size.checkpoint_bytes / MB:.1f}"
+    size = megabytes(result.size.checkpoint_bytes)
     head = (first, ".", size, f"{result.verified.layers}", _readers(result.verified), "as computed")
     return [head, *(_row(name, found) for name, found in result.formats.items())]
 
@@ -60,7 +61,7 @@ def digests(result: RunResult) -> list[str]:
 
 
 def _row(name: str, found: FormatResult) -> tuple[str, ...]:
-    size, layers = f"{found.checkpoint_bytes / MB:.1f}", f"{found.verified.layers}"
+    size, layers = megabytes(found.checkpoint_bytes), f"{found.verified.layers}"
     return (name, found.folder, size, layers, _readers(found.verified), _weights(found))
 
 

@@ -13,9 +13,9 @@ from compress.report.page.blocks import JournalItem, PageBlock, Prose
 from compress.report.sections.base import Section
 
 SHOWN = 2000  # places of one message, as of the experts of a large model
-QUIET = "No fallbacks and no notes."
-ALERTS = ("warning", "fallback")
-"""Kinds of entries that come first."""
+QUIET = "No warnings and no notes."
+ALERT = "warning"
+"""The label of the entries that come first."""
 
 
 class JournalSection(Section):
@@ -28,8 +28,10 @@ class JournalSection(Section):
         return "\n".join(f"- {escaped(line)}" for line in lines(result)) or QUIET
 
     def blocks(self, result: RunResult) -> Sequence[PageBlock]:
-        groups = [JournalItem(kind, message, _shortened(places)) for (kind, message), places in grouped(result).items()]
-        ordered = sorted(groups, key=lambda group: ALERTS.index(group.kind) if group.kind in ALERTS else len(ALERTS))
+        groups = [
+            JournalItem(label, message, _shortened(places)) for (label, message), places in grouped(result).items()
+        ]
+        ordered = sorted(groups, key=lambda group: group.label != ALERT)
         return ordered or [Prose(QUIET)]
 
 
@@ -40,10 +42,10 @@ def _shortened(places: list[str]) -> list[str]:
 
 
 def grouped(result: RunResult) -> dict[tuple[str, str], list[str]]:
-    """Collect the places of all entries with their figures, by (kind, message)."""
+    """Collect the places of all entries with their figures, by (label, message)."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for entry in result.journal.entries:
-        places[entry.kind, entry.message].append(_place(entry))
+        places[entry.label, entry.message].append(_place(entry))
     return places
 
 
@@ -56,11 +58,11 @@ def _place(entry: JournalEntry) -> str:
 
 
 def lines(result: RunResult) -> list[str]:
-    """Return one line per kind and message, with the first place and the number of further ones."""
+    """Return one line per label and message, with the first place and the number of further ones."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for entry in result.journal.entries:
-        places[entry.kind, entry.message].append(entry.where)
+        places[entry.label, entry.message].append(entry.where)
     return [
-        f"{kind}: {message} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
-        for (kind, message), names in places.items()
+        f"{label}: {message} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
+        for (label, message), names in places.items()
     ]

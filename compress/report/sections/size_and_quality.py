@@ -8,12 +8,13 @@ from typing import ClassVar
 from compress.evaluation import EVALUATORS
 from compress.evaluation.base import SummaryRow
 from compress.evaluation.result import RunResult
+from compress.recipe.tables import megabytes
 from compress.report.page.blocks import Bars, Details, PageBlock, TextTable, before_and_after
 from compress.report.page.numbers import data_size, number
-from compress.report.sections.base import MB, Section, table
+from compress.report.sections.base import Section, table
 from compress.report.verdict import storage_bits, x_smaller
 
-HEAD = ("", "before", "after", "ratio")
+HEAD = ("", "before", "after", "change")
 
 
 class SizeAndQualitySection(Section):
@@ -49,8 +50,8 @@ def rows(result: RunResult) -> list[SummaryRow]:
     summary = [
         (
             "checkpoint, MB",
-            f"{size.dense_bytes / MB:.1f}",
-            f"{size.checkpoint_bytes / MB:.1f}",
+            megabytes(size.dense_bytes),
+            megabytes(size.checkpoint_bytes),
             x_smaller(size.dense_bytes / size.checkpoint_bytes),
         ),
         (
@@ -62,8 +63,8 @@ def rows(result: RunResult) -> list[SummaryRow]:
     ]
     if size.other_source_bytes is not None:
         ratio = x_smaller(size.other_source_bytes / size.checkpoint_bytes)
-        megabytes = f"{size.other_source_bytes / MB:.1f}", f"{size.checkpoint_bytes / MB:.1f}"
-        summary.insert(1, ("checkpoint against the given file, MB", *megabytes, ratio))
+        sizes = megabytes(size.other_source_bytes), megabytes(size.checkpoint_bytes)
+        summary.insert(1, ("checkpoint against the source file, MB", *sizes, ratio))
     for key, value in result.evaluations.items():
         if key in EVALUATORS and value is not None:
             summary += EVALUATORS[key]().summary(value)

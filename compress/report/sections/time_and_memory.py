@@ -9,10 +9,11 @@ from pydantic_core import to_jsonable_python
 
 from compress.evaluation.result import DiskReading, RunResult
 from compress.passes import PASSES
+from compress.recipe.tables import megabytes
 from compress.report.names import formats_in
 from compress.report.page.blocks import Bar, BarGroup, Bars, Items, PageBlock, Pipeline, PipelineStep
 from compress.report.page.numbers import data_size, duration
-from compress.report.sections.base import MB, Section, table
+from compress.report.sections.base import Section, table
 
 HEAD = ("phase", "seconds", "peak memory, MB")
 OF_DEVICE = "peak memory of the accelerator, MB"
@@ -75,7 +76,7 @@ def _plain(value: Any) -> str:
 
 def disk_time(reading: DiskReading) -> str:
     """Describe the time spent waiting for the disk."""
-    return f"reading: {reading.seconds:.1f} s waiting for {reading.size_bytes / MB:.0f} MB of weights"
+    return f"reading: {reading.seconds:.1f} s waiting for {megabytes(reading.size_bytes)} MB of weights"
 
 
 def on_device(result: RunResult) -> bool:
@@ -85,7 +86,7 @@ def on_device(result: RunResult) -> bool:
 
 def rows(result: RunResult) -> list[tuple[str, ...]]:
     """List rows (phase, seconds, MB), and the MB of the accelerator if one was used."""
-    table = [(name, f"{cost.seconds:.1f}", f"{cost.peak_bytes / MB:.0f}") for name, cost in result.costs.items()]
+    table = [(name, f"{cost.seconds:.1f}", megabytes(cost.peak_bytes)) for name, cost in result.costs.items()]
     if not on_device(result):
         return table
-    return [(*row, f"{c.device_bytes / MB:.0f}") for row, c in zip(table, result.costs.values(), strict=True)]
+    return [(*row, megabytes(c.device_bytes)) for row, c in zip(table, result.costs.values(), strict=True)]

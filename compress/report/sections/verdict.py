@@ -53,7 +53,7 @@ def _size(result: RunResult) -> KeyFigure:
     note = f"{data_size(size.dense_bytes)} → {data_size(size.checkpoint_bytes)}"
     label = "smaller"
     if size.other_source_bytes is not None:
-        note += f"; the given file has {data_size(size.other_source_bytes)}"
+        note += f"; the source file has {data_size(size.other_source_bytes)}"
         label = f"smaller than in {storage_bits(result)} bits"
     smaller = size.dense_bytes / size.checkpoint_bytes
     return KeyFigure(f"{smaller:.2f}×", label, note, "good" if smaller > 1 else "plain")

@@ -11,6 +11,7 @@ def test_entries_are_kept_in_order_and_counted():
     assert journal.entries[0] == JournalEntry("note", "a", "first", {"channels": 3})
     assert [entry.message for entry in journal.entries] == ["first", "second", "third"]
     assert journal.counts() == {"note": 2, "fallback": 1}
+    assert [entry.label for entry in journal.entries] == ["note", "warning", "note"]
 
 
 def test_progress_is_shown_but_not_kept():

@@ -359,5 +359,7 @@ def test_an_order_for_another_pattern_is_an_error_before_any_work(later, message
 
 def test_an_order_that_nothing_follows_is_an_error(pico_model):
     for chain in ([ChannelPermutation(**FAST)], [ChannelPermutation(**FAST), compress.RTN()]):
-        with pytest.raises(compress.CompressError, match=r"only reorders channels; add a pruning pass after it, such as wanda"):
+        with pytest.raises(
+            compress.CompressError, match=r"only reorders channels; add a pruning pass after it, such as wanda"
+        ):
             compress.apply(pico_model, chain)

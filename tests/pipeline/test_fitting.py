@@ -101,9 +101,7 @@ def test_a_limit_makes_the_group_of_inputs_smaller_and_changes_no_byte(name, mix
         planned = compress.plan(asked, memory=limit)
         counts.append(planned.fit.inputs_at_once)
         assert planned.memory_bytes <= limit - LIBRARIES_BYTES
-        assert any(
-            f"passes[0] {name} keeps statistics of {counts[-1]} of 33 inputs" in note for note in planned.notes
-        )
+        assert any(f"passes[0] {name} keeps statistics of {counts[-1]} of 33 inputs" in note for note in planned.notes)
         digests.append(compress.run(asked, tmp_path / str(share), progress=False, memory=limit).report["files"])
     assert digests[0] == digests[1] == digests[2] and counts[0] > counts[1] > counts[2]
 

@@ -17,8 +17,12 @@ WORDS = {
     "W4A16-asym": ("int4", "none"),
     "FP8": ("fp8_e4m3", "fp8_e4m3"),
     "FP8-dynamic": ("fp8_e4m3", "fp8_e4m3"),
-    "NVFP4": ("nvfp4", "none"),
-    "MXFP4": ("mxfp4", "none"),
+    "NVFP4": ("nvfp4", "nvfp4"),
+    "NVFP4A16": ("nvfp4", "none"),
+    "MXFP4": ("mxfp4", "mxfp4"),
+    "MXFP4A16": ("mxfp4", "none"),
+    "MXFP8": ("mxfp8", "mxfp8"),
+    "W4AFP8": ("int4", "fp8_e4m3"),
     "Q4_0": ("int4_signed", "none"),
     "Q4_1": ("uint4", "none"),
     "Q5_0": ("int5_signed", "none"),
@@ -48,7 +52,7 @@ def test_a_name_keeps_its_promise(name):
     *_, last = Recipe(model="m", passes=[{"scheme": name}]).passes
     assert (last.weights, last.activations) == WORDS[name]
     assert last.symmetric == (not name.endswith("asym") and not last.weights.startswith("uint"))
-    assert last.activation_scale == ("static" if name == "FP8" else "token")
+    assert last.activation_scale == ("static" if name in ("FP8", "NVFP4") else "token")
 
 
 def test_it_expands_where_it_stands():

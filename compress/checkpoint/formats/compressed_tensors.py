@@ -42,9 +42,7 @@ from compress.checkpoint.formats.config_groups import (
 from compress.checkpoint.formats.layouts.float_quantized import FloatQuantized
 from compress.checkpoint.formats.layouts.int_quantized import IntQuantized
 from compress.checkpoint.formats.layouts.layout import Layout, codes_of
-from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
-from compress.checkpoint.formats.layouts.mxfp8_quantized import MXFP8Quantized
-from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
+from compress.checkpoint.formats.layouts.of_block_floats import BLOCK_FLOATS
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.scheme import LayerScheme, find_rounding, only_codes
@@ -56,7 +54,7 @@ from compress.numerics.quant.grids import GRIDS, IntGrid
 STORED = "int2 to int8, fp8_e4m3, mxfp4, mxfp8 or nvfp4"
 """The grids of weights that have a layout."""
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
-IN_BFLOAT16 = {MXFP4PackQuantized.name, MXFP8Quantized.name, NVFP4PackQuantized.name}
+IN_BFLOAT16 = {layout.name for layout in BLOCK_FLOATS}
 """Layouts that transformers dequantizes in bfloat16."""
 SERVED = GridCache(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"], "static")
 """The policy that `CACHE`, a `kv_cache_scheme`, states."""
@@ -66,7 +64,6 @@ ZEROS = ("weight_zero_point", "input_zero_point")
 """Tensors of zeros that early versions of compressed-tensors store without need."""
 
 IN_WORDS, IN_BYTES, IN_FLOAT8 = PackQuantized(), IntQuantized(), FloatQuantized()
-BLOCK_FLOATS = (MXFP4PackQuantized(), NVFP4PackQuantized(), MXFP8Quantized())
 LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, *BLOCK_FLOATS)
 """The first layout that suits a scheme stores it."""
 STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)

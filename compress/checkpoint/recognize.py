@@ -18,6 +18,7 @@ WEIGHT = "weight"
 BNB_STATE = "weight.quant_state.bitsandbytes__"
 AWQ_PER_WORD = 8
 WORD = 32
+MX_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def _matrix(header: Header) -> tuple[int, int] | None:
 
 
 def _parts(tensors: Tensors, *names: str) -> tuple[str, ...]:
-    kinds = {"zero": "zero points", "g_idx": "group index", "input_scale": "static inputs", "absmax": "block scales"}
+    kinds = {"zero": "zero points", "g_idx": "group index", "absmax": "block scales"}
+    kinds |= dict.fromkeys(("input_scale", "input_global_scale"), "static inputs")
     extra = [text for key, text in kinds.items() if any(key in name for name in tensors)]
     return ("codes", *names, *extra)
 
@@ -163,6 +165,8 @@ def scaled_bytes(tensors: Tensors, config: Mapping[str, Any]) -> Recognized | No
     grids = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}
     grid, block = grids.get(weight.dtype, weight.dtype.lower()), config.get("weight_block_size")
     size = f"{block[0]}x{block[1]}" if isinstance(block, list) and len(block) == 2 else _group(matrix, scale)
+    if grid == "fp8_e4m3" and scale.dtype == "U8" and size == MX_GROUP:
+        grid = "mxfp8"
     return Recognized(grid, weight.count, matrix, size, _parts(tensors))
 
 

@@ -33,6 +33,7 @@ STEPS = {"steps": 48, "ce_weight": 0, "weight_rate": 0.1}
 CLIPPED = {"epochs": 5, "learning_rate": 0.02}
 """Of omniquant: a quarter of the paper's epochs at four times its rate."""
 INPUTS4 = {"activations": "int4", "activation_clip": 0.9}
+NVFP4 = {"weights": "nvfp4", "activations": "nvfp4", "activation_scale": "static"}
 
 CHOICES = [
     {"weights": "int3"},
@@ -231,6 +232,12 @@ ROWS: dict[str, list[dict]] = {
         {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}},
     ],
     "w4a4-plain": [{"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
+    "nvfp4": [{"gptq": NVFP4}],
+    "nvfp4-token": [{"gptq": {**NVFP4, "activation_scale": "token"}}],
+    "nvfp4-learned": [{"gptq": NVFP4}, {"distill": {**LEARN, "epochs": 2}}],
+    "mxfp4": [{"gptq": {"weights": "mxfp4", "activations": "mxfp4"}}],
+    "mxfp8": [{"rtn": {"weights": "mxfp8", "activations": "mxfp8"}}],
+    "w4afp8": [{"gptq": {"weights": "int4", "group_size": 128, "activations": "fp8_e4m3"}}],
     "w4a8": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int8"}}],
     "w8a8-static": [
         {"rtn": {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}}

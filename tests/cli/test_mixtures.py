@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import cli
 
-SCHEMES = ["FP8-dynamic", "W8A8", "NVFP4", "MXFP4", "W4A16-asym"]
+SCHEMES = ["FP8-dynamic", "W8A8", "NVFP4", "NVFP4A16", "MXFP4", "W4A16-asym"]
 FAMILIES = ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss"]
 WIDTHS = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 """Multiples of the groups of all schemes."""

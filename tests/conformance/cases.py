@@ -16,6 +16,7 @@ OF_BFLOAT16 = 2e-2  # 4-bit floats of compressed-tensors: it dequantizes in bflo
 OF_INPUTS = (
     5e-2  # quantized inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
 )
+OF_FOUR_BIT_INPUTS = 2e-1  # the same with steps of 4 bits, after weights that transformers rounds to bfloat16
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
@@ -159,6 +160,21 @@ def _floats() -> Iterator[Case]:
         ("fp8 32x32 blocks", block, None, True),
         ("mxfp4", {"weights": "mxfp4"}, OF_BFLOAT16, True),
         ("nvfp4", {"weights": "nvfp4"}, OF_BFLOAT16, True),
+        ("mxfp8", {"weights": "mxfp8"}, OF_BFLOAT16, False),
+        ("mxfp4, mxfp4 inputs", {"weights": "mxfp4", "activations": "mxfp4"}, OF_INPUTS, True),
+        ("mxfp8, mxfp8 inputs", {"weights": "mxfp8", "activations": "mxfp8"}, OF_INPUTS, False),
+        (
+            "nvfp4, nvfp4 inputs",
+            {"weights": "nvfp4", "activations": "nvfp4", "activation_scale": "static"},
+            OF_FOUR_BIT_INPUTS,
+            True,
+        ),
+        (
+            "int4 32 sym, fp8 inputs token",
+            {"weights": "int4", "group_size": 32, "activations": "fp8_e4m3"},
+            OF_INPUTS,
+            False,
+        ),
     ]
     for label, options, limit, wide in found:
         yield Case("compressed-tensors", label, COMPRESSED_TENSORS, ({"rtn": options},), limit, everywhere=wide)
@@ -214,8 +230,9 @@ def _of_others() -> Iterator[Case]:
         limit = OF_BFLOAT16 if "FP4" in kind else None
         wide = kind in ("int4-32-asym", "gptq-int4-32-sym")
         yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), limit, "llmcompressor", wide)
-    for kind in ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"):
-        yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), OF_INPUTS, "llmcompressor")
+    for kind in ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "MXFP8", "NVFP4"):
+        limit = OF_FOUR_BIT_INPUTS if kind == "NVFP4" else OF_INPUTS
+        yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), limit, "llmcompressor")
     for kind in (
         "int4-32-sym-plain",
         "int4-32-sym-desc",

@@ -152,10 +152,17 @@ def size_of_all_tensors(folder):
     return sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
 
 
+NVFP4 = {"weights": "nvfp4", "activations": "nvfp4", "activation_scale": "static"}
 FLOATS = [
     ("compressed-tensors", "bfloat16", {"weights": "fp8_e4m3", "group_size": "channel", "activations": "fp8_e4m3"}),
     ("compressed-tensors", "float32", {"weights": "fp8_e4m3", "group_size": "tensor"}),
     ("compressed-tensors", "bfloat16", {"weights": "nvfp4"}),
+    ("compressed-tensors", "bfloat16", {"weights": "mxfp4", "activations": "mxfp4"}),
+    ("compressed-tensors", "bfloat16", {"weights": "mxfp8", "activations": "mxfp8"}),
+    ("compressed-tensors", "float32", {"weights": "mxfp8"}),
+    ("compressed-tensors", "bfloat16", {"weights": "int4", "group_size": 32, "activations": "fp8_e4m3"}),
+    ("compressed-tensors", "bfloat16", NVFP4),
+    ("native", "bfloat16", NVFP4),
     ("compressed-tensors", "float32", {"weights": "mxfp4", "scale": "mse"}),
     ("compressed-tensors", "float16", {"weights": "mxfp4"}),
     ("native", "bfloat16", {"weights": "nf4_dq", "group_size": 50}),
@@ -186,6 +193,14 @@ def test_nvfp4_in_float32_is_compared_after_the_readers_rounding(tmp_path):
     assert any("dequantizes these weights in bfloat16" in entry.message for entry in result.journal.entries)
 
 
+@pytest.mark.parametrize("options", [NVFP4, {"weights": "mxfp8", "activations": "mxfp8"}], ids=str)
+def test_transformers_runs_quantized_inputs_of_block_floats_in_bfloat16_only(options, tmp_path):
+    recipe = chain_in_python().model_copy(update={"passes": (compress.RTN(**options),), "dtype": "float32"})
+    verified = compress.run(recipe, tmp_path).report["verified"]
+    assert verified["own"] <= LOGITS and verified["transformers"] is None
+    assert verified["skipped"] == "transformers runs block floats with quantized activations in bfloat16 only"
+
+
 @pytest.mark.parametrize(("dtype", "skipped"), [("bfloat16", None), ("float32", "in bfloat16 only")])
 def test_4_bit_floats_beside_other_schemes(dtype, skipped, tmp_path):
     passes = (
@@ -201,7 +216,7 @@ def test_4_bit_floats_beside_other_schemes(dtype, skipped, tmp_path):
         assert verified["transformers"] is None and skipped in verified["skipped"]
 
 
-@pytest.mark.parametrize("step", [compress.RTN(weights="nvfp4"), compress.GPTQ(weights="nvfp4")], ids=lambda s: s.key())
+@pytest.mark.parametrize("step", [compress.RTN(**NVFP4), compress.GPTQ(weights="nvfp4")], ids=lambda s: s.key())
 def test_layers_that_read_the_same_input_share_a_global_scale(step, tmp_path):
     recipe = chain_in_python().model_copy(update={"passes": (step,)})
     compress.run(recipe, tmp_path)
@@ -213,6 +228,10 @@ def test_layers_that_read_the_same_input_share_a_global_scale(step, tmp_path):
         }
         attention, mlp = list(layers.values())[:3], list(layers.values())[3:]
         assert len(set(attention)) == 1 == len(set(mlp))
+        inputs = [model.get_submodule(f"model.layers.{index}.{name}").rounding for name in layers]
+        shared = [rounding and float(rounding.shared) for rounding in inputs]
+        assert len(set(shared[:3])) == 1 == len(set(shared[3:]))
+        assert (shared[0] is None) == (step.activations == "none") and (step.activations == "none" or shared[0] > 1)
         if index == 0:
             block = load_file(PICO / "model.safetensors")
             names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]

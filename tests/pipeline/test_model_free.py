@@ -64,7 +64,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["FP8-dynamic", "W8A16", "W4A16", "W4A16-asym", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("scheme", ["FP8-dynamic", "W8A16", "W4A16", "W4A16-asym", "MXFP4", "MXFP8", "NVFP4A16"])
 def test_the_bits_are_those_of_a_run_with_rtn(scheme, dtype, pico, texts, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(pico, dtype=dtype)
     model.save_pretrained(tmp_path / "model")
@@ -78,7 +78,7 @@ def test_the_bits_are_those_of_a_run_with_rtn(scheme, dtype, pico, texts, tmp_pa
     result = compress.quantize_folder(tmp_path / "model", scheme, tmp_path / "free")
     ours, theirs = tensors_in(tmp_path / "free"), tensors_in(tmp_path / "run")
     assert ours.keys() == theirs.keys()
-    names = [n for n in ours if scheme != "NVFP4" or "self_attn" not in n]  # o_proj shares the factor of q, k and v
+    names = [n for n in ours if scheme != "NVFP4A16" or "self_attn" not in n]  # o_proj shares the factor of q, k and v
     for name in names:
         assert ours[name].dtype == theirs[name].dtype and torch.equal(bits(ours[name]), bits(theirs[name])), name
     free, run = quantization(tmp_path / "free"), quantization(tmp_path / "run")
@@ -299,7 +299,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["FP8-dynamic", "W4A16", "NVFP4"])
+@pytest.mark.parametrize("scheme", ["FP8-dynamic", "W4A16", "NVFP4A16"])
 def test_one_tensor_is_in_memory_at_a_time(scheme, source, tmp_path):
     small = tmp_path / "small"
     shutil.copytree(source({"a.up.weight": random(64, 128)}), small)

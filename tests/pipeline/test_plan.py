@@ -169,7 +169,7 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
         (
             RTN(weights="nf4"),
             {},
-            "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native",
+            "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4, mxfp8 or nvfp4, or format: native",
         ),
         (GPTQ(act_order="group"), {}, "use act_order: static, or format: native"),
         (RTN(symmetric=False, group_size="tensor"), {}, "use group_size: channel, or symmetric: true"),

@@ -17,8 +17,12 @@ WORDS = {
     "W4A16-asym": ("int4", "none"),
     "FP8": ("fp8_e4m3", "fp8_e4m3"),
     "FP8-dynamic": ("fp8_e4m3", "fp8_e4m3"),
-    "NVFP4": ("nvfp4", "none"),
-    "MXFP4": ("mxfp4", "none"),
+    "NVFP4": ("nvfp4", "nvfp4"),
+    "NVFP4A16": ("nvfp4", "none"),
+    "MXFP4": ("mxfp4", "mxfp4"),
+    "MXFP4A16": ("mxfp4", "none"),
+    "MXFP8": ("mxfp8", "mxfp8"),
+    "W4AFP8": ("int4", "fp8_e4m3"),
     "Q4_0": ("int4_signed", "none"),
     "Q4_1": ("uint4", "none"),
     "Q5_0": ("int5_signed", "none"),
@@ -48,7 +52,7 @@ def test_a_name_keeps_its_promise(name):
     *_, last = Recipe(model="m", passes=[{"scheme": name}]).passes
     assert (last.weights, last.activations) == WORDS[name]
     assert last.symmetric == (not name.endswith("asym") and not last.weights.startswith("uint"))
-    assert last.activation_scale == ("static" if name == "FP8" else "token")
+    assert last.activation_scale == ("static" if name in ("FP8", "NVFP4") else "token")
 
 
 def test_it_expands_where_it_stands():
@@ -111,10 +115,12 @@ def test_it_compresses_and_others_read_it(name, pico, texts, tmp_path):
     texts = {"calibration": {"source": texts["calibration"], "sequences": None, "length": None}}
     own = name == "W4A16-asym"  # pico's widths need two group sizes, which transformers cannot load with zero points
     save = {"verify": "own"} if own else dict(preset(name).save)
-    recipe = Recipe(model=pico, passes=[{"scheme": name}], save=save, eval={"windows": 4, "length": 128}, **texts)
+    dtype = "bfloat16" if name in ("NVFP4", "MXFP4", "MXFP8") else "auto"  # the one in which transformers runs them
+    settings = {"save": save, "dtype": dtype, "eval": {"windows": 4, "length": 128}}
+    recipe = Recipe(model=pico, passes=[{"scheme": name}], **settings, **texts)
     report = compress.run(recipe, tmp_path, progress=False).report
     assert report["verified"]["own"] == 0
     assert (report["verified"]["transformers"] is None) == own
     quality = report["perplexity"][0]
-    worse = 1.15 if name in ("Q2_K", "Q3_K_M") else 1.05
+    worse = 1.15 if name in ("Q2_K", "Q3_K_M", "NVFP4", "MXFP4") else 1.05
     assert quality["compressed"]["perplexity"] < worse * quality["base"]["perplexity"]

@@ -42,8 +42,7 @@ from compress.checkpoint.formats.config_groups import (
 from compress.checkpoint.formats.layouts.float_quantized import FloatQuantized
 from compress.checkpoint.formats.layouts.int_quantized import IntQuantized
 from compress.checkpoint.formats.layouts.layout import Layout, codes_of
-from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
-from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
+from compress.checkpoint.formats.layouts.of_block_floats import BLOCK_FLOATS
 from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.scheme import LayerScheme, find_rounding, only_codes
@@ -52,18 +51,20 @@ from compress.models.caches.base import CachePolicy
 from compress.models.caches.grid import GridCache
 from compress.numerics.quant.grids import GRIDS, IntGrid
 
+STORED = "int2 to int8, fp8_e4m3, mxfp4, mxfp8 or nvfp4"
+"""The grids of weights that have a layout."""
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
-IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
+IN_BFLOAT16 = {layout.name for layout in BLOCK_FLOATS}
 """Layouts that transformers dequantizes in bfloat16."""
 SERVED = GridCache(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"], "static")
 """The policy that `CACHE`, a `kv_cache_scheme`, states."""
-INPUT_SCALE = "input_scale"
-"""The stored name of a static scale of the inputs."""
+INPUT_SCALE, INPUT_GLOBAL_SCALE = "input_scale", "input_global_scale"
+"""The stored names of a static scale of the inputs, and of the number that the scales of their groups share."""
 ZEROS = ("weight_zero_point", "input_zero_point")
 """Tensors of zeros that early versions of compressed-tensors store without need."""
 
 IN_WORDS, IN_BYTES, IN_FLOAT8 = PackQuantized(), IntQuantized(), FloatQuantized()
-LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, MXFP4PackQuantized(), NVFP4PackQuantized())
+LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, *BLOCK_FLOATS)
 """The first layout that suits a scheme stores it."""
 STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)
 """Layouts whose readers support one static scale of the inputs, the tensor `INPUT_SCALE`."""
@@ -72,6 +73,13 @@ STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)
 def layout_of(scheme: LayerScheme) -> Layout | None:
     """The layout for layers of a scheme, or None."""
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
+
+
+def _input_specs(scheme: LayerScheme) -> dict[str, TensorSpec]:
+    """The stored tensors of the quantization of inputs."""
+    scale = None if scheme.rounding is None else scheme.rounding.scale
+    specs = {"static": {INPUT_SCALE: TensorSpec((1,))}, "local": {INPUT_GLOBAL_SCALE: TensorSpec((1,), torch.float32)}}
+    return specs.get(scale or "", {})
 
 
 def _dequantized_early(scheme: LayerScheme) -> bool:
@@ -105,7 +113,7 @@ class CompressedTensors(Format):
         layout = layout_of(scheme)
         if layout is None:
             name = scheme.codes.grid.name
-            return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
+            return f"weights {name} have no layout; use {STORED}, or format: native"
         if scheme.rounding is not None and scheme.rounding.scale == "static" and layout not in STATIC_INPUTS:
             return (
                 "a static scale of the inputs is stored only with int8 weights per channel or tensor, and with "
@@ -116,7 +124,12 @@ class CompressedTensors(Format):
             return "blocks of weights are stored only with fp8_e4m3; use block_rows: 1, or format: native"
         if blocks and not isinstance(scheme.codes.group_size, int):
             return "whole rows that share a scale have no layout; use a group_size in columns, or format: native"
-        if scheme.rounding is not None and scheme.rounding.scale == "group" and not blocks:
+        if (
+            scheme.rounding is not None
+            and scheme.rounding.scale == "group"
+            and not blocks
+            and layout not in BLOCK_FLOATS
+        ):
             return (
                 "a scale of the inputs per group is stored only with blocks of fp8_e4m3 weights; add block_rows: "
                 "128, or use activation_scale: token, or format: native"
@@ -135,9 +148,7 @@ class CompressedTensors(Format):
         return part if layout is None or codes is None else layout.adapt_part(codes)
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
-        specs = self._layout(scheme).tensors(scheme)
-        static = scheme.rounding is not None and scheme.rounding.scale == "static"
-        return specs | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
+        return self._layout(scheme).tensors(scheme) | _input_specs(scheme)
 
     def units(self, scheme: LayerScheme) -> tuple[int, int]:
         return self._layout(scheme).units(codes_of(scheme))
@@ -147,8 +158,8 @@ class CompressedTensors(Format):
     ) -> dict[str, Tensor]:
         codes, rounding = only_codes(parts), find_rounding(transforms)
         assert codes is not None, "refuses was not asked"
-        scale = None if rounding is None else rounding.scale
-        return self._layout(scheme).encode(codes) | ({} if scale is None else {INPUT_SCALE: scale})
+        inputs = {} if rounding is None else {INPUT_SCALE: rounding.scale, INPUT_GLOBAL_SCALE: rounding.shared}
+        return self._layout(scheme).encode(codes) | {n: tensor for n, tensor in inputs.items() if tensor is not None}
 
     def readable(self, scheme: LayerScheme) -> Collection[str]:
         in_words = IN_WORDS.tensors(scheme) if self._layout(scheme) is IN_BYTES else {}
@@ -163,14 +174,11 @@ class CompressedTensors(Format):
         for name in ZEROS:
             if name in tensors and name not in layout.tensors(scheme) and bool(tensors[name].any()):
                 raise ValueError(f"{name} is not zero, but its config says symmetric")
-        specs = layout.tensors(scheme)
-        static = scheme.rounding is not None and scheme.rounding.scale == "static"
-        specs |= {INPUT_SCALE: TensorSpec((1,))} if static else {}
-        stored = checked(specs, tensors, "")
+        stored = checked(layout.tensors(scheme) | _input_specs(scheme), tensors, "")
         transforms = []
         if scheme.rounding is not None:
-            scale = stored.get(INPUT_SCALE)
-            transforms.append(InputRounding(scheme.rounding, scheme.shape, {"scale": scale}))
+            inputs = {"scale": stored.get(INPUT_SCALE), "shared": stored.get(INPUT_GLOBAL_SCALE)}
+            transforms.append(InputRounding(scheme.rounding, scheme.shape, inputs))
         return [layout.decode(stored, scheme)], transforms
 
     def _layout(self, scheme: LayerScheme) -> Layout:
@@ -208,8 +216,11 @@ class CompressedTensors(Format):
                 f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
                 "group_size that divides the inputs of all layers, or symmetric: true"
             )
-        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype, dtype) != dtype for layer in coded):
-            return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
+        narrowed = [layer.scheme for layer in coded if self.reads_in(layer.scheme, dtype, dtype) != dtype]
+        if len(kinds) > 1 and narrowed:
+            return "transformers runs block floats together with other schemes in bfloat16 only"
+        if any(scheme.rounding is not None for scheme in narrowed):
+            return "transformers runs block floats with quantized activations in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:
             return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
         return None
@@ -256,9 +267,11 @@ class CompressedTensors(Format):
             "config_groups": config_groups,
         }
         zeros = any(_dequantized_early(scheme) for scheme in schemes.values())
-        if zeros or (single and formats <= IN_BFLOAT16):
-            # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
-            # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).
+        rounded = any(group["input_activations"] is not None for group, _ in groups.values())
+        if zeros or (single and formats <= IN_BFLOAT16 and not rounded):
+            # transformers 5.23 gives packed zero points a wrong shape, and leaves block floats in bfloat16 in every
+            # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme, and
+            # then does not quantize inputs).
             settings["run_compressed"] = False
         return settings
 

@@ -29,7 +29,13 @@ from compress.layers.transforms.rounding import RoundingScheme
 from compress.numerics.quant.grids import GRIDS, Grid
 
 INPUTS = {(4, "int"): GRIDS["int4"], (8, "int"): GRIDS["int8"], (8, "float"): GRIDS["fp8_e4m3"]}
-"""The grid of inputs by the bits and the type that a config names."""
+"""The grid of inputs by the bits and the type that a config names, if their scales are floats."""
+FP8, E8M0 = "torch.float8_e4m3fn", "torch.uint8"
+"""The dtypes of coded scales."""
+BLOCK_INPUTS = {4: GRIDS["mxfp4"], 8: GRIDS["mxfp8"]}
+"""The grid of float inputs in groups with powers of two as scales, by their bits."""
+LOCAL = "local"
+"""The `dynamic` of inputs whose scales of groups are dynamic, relative to a static global scale (NVFP4)."""
 CACHE: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "actorder": None}
@@ -53,9 +59,9 @@ WEIGHTS = ARGUMENTS | {
 }
 ACTIVATIONS = ARGUMENTS | {
     "num_bits": only(4, 8),
-    "dynamic": FLAG,
-    "scale_dtype": NULL,
-    "zp_dtype": NULL | only("torch.int8"),
+    "dynamic": FLAG | only(LOCAL),
+    "scale_dtype": NULL | only(FP8, E8M0),
+    "zp_dtype": NULL | only("torch.int8", FP8, E8M0),
 }
 CACHED = ARGUMENTS | {key: only(value) for key, value in CACHE.items()}
 CACHED |= {"type": only("int", "float"), "group_size": NULL, "scale_dtype": NULL, "zp_dtype": NULL}
@@ -196,9 +202,28 @@ def _rounding(arguments: Mapping[str, Any], place: str) -> RoundingScheme:
     check_keys(arguments, ACTIVATIONS, place)
     inputs = DEFAULTS | dict(arguments)
     bits, kind = inputs["num_bits"], inputs["type"]
+    if kind == "float" and (inputs["dynamic"] == LOCAL or inputs.get("scale_dtype") == E8M0):
+        return _block_rounding(inputs, place)
     check_keys({"type": kind}, {"type": only(*(name for size, name in INPUTS if size == bits))}, place)
+    check_keys(arguments, {**ACTIVATIONS, "dynamic": FLAG, "scale_dtype": NULL}, place)
     strategy = _strategy(inputs, DYNAMIC if inputs["dynamic"] else STATIC, place)
     if not inputs["dynamic"] or kind == "float":
         check_keys({"symmetric": inputs["symmetric"]}, {"symmetric": only(True)}, place)
     scale = "static" if not inputs["dynamic"] else "group" if strategy == "group" else "token"
     return RoundingScheme(INPUTS[bits, kind], scale, symmetric=inputs["symmetric"], group=inputs.get("group_size"))
+
+
+def _block_rounding(inputs: Mapping[str, Any], place: str) -> RoundingScheme:
+    """Read the scheme of inputs with coded scales of groups. Raises ValueError for another combination of values."""
+    local = inputs["dynamic"] == LOCAL
+    grid = GRIDS["nvfp4"] if local else BLOCK_INPUTS[inputs["num_bits"]]
+    accepted = {
+        "num_bits": only(grid.bits),
+        "dynamic": only(LOCAL if local else True),
+        "symmetric": only(True),
+        "strategy": only("tensor_group" if local else "group"),
+        "group_size": only(grid.group_size),
+        "scale_dtype": NULL | only(FP8) if local else only(E8M0),
+    }
+    check_keys({key: inputs.get(key) for key in accepted}, accepted, place)
+    return RoundingScheme(grid, "local" if local else "group", group=grid.group_size)

@@ -67,7 +67,7 @@ def _reads(part: Any) -> bool:
 def _rounds(part: Any, rounding: Any, device: torch.device) -> bool:
     """Whether activations are quantized symmetrically to int8 or 8-bit floats, with one scale per row or in total."""
     scheme, grid = rounding.scheme, rounding.scheme.grid
-    if scheme.outliers or not scheme.symmetric or scheme.scale == "group" or scheme.clip != 1 or scheme.groups:
+    if scheme.outliers or not scheme.symmetric or scheme.group or scheme.clip != 1 or scheme.groups:
         return False
     if isinstance(grid, Float8Grid):
         return multiplies_float8(device)

@@ -3,6 +3,7 @@
 Outlier columns are not quantized.
 
     input_scale       float [1], [groups]   static scales; one per group of channels
+    input_global_scale  float32 [1]         the number that the scales of groups share, with scale `local`
     input_zero_point  int8 [groups]         static zero points of groups of channels, where they are not symmetric
     input_g_idx       int32 [I]             the group of each channel, only for groups of channels
     input_outliers    bool [I]              the outlier channels, which are not quantized; only if `columns`
@@ -33,11 +34,12 @@ class RoundingScheme(TransformScheme):
     Attributes:
         grid: number grid of the activations.
         scale: 'token' for a dynamic scale per token (ZeroQuant, Yao 2022, section 3.2), 'group' for a dynamic scale per
-            token and `group` columns (arXiv 2412.19437, section 3.3.2), 'static' for a stored scale for all tokens.
+            token and `group` columns (arXiv 2412.19437, section 3.3.2), 'static' for a stored scale for all tokens,
+            'local' for scales as of 'group' that are coded relative to a stored number (NVFP4).
         threshold: columns with a magnitude of at least `threshold` in a call are not quantized.
         columns: whether a stored set of columns is not quantized (LLM.int8, Dettmers 2022, section 3.2).
         symmetric: whether there is no zero point.
-        group: columns that share a scale, with scale 'group'.
+        group: columns that share a scale, with scale 'group' or 'local'.
         clip: fraction of the largest magnitude that a dynamic scale covers; larger magnitudes saturate.
         groups: number of groups of channels with separate scales (and zero points unless symmetric), static or dynamic
             per token. The group of every channel is stored, so groups may have any size and need not be contiguous
@@ -48,7 +50,7 @@ class RoundingScheme(TransformScheme):
     readers: ClassVar[Mapping[str, Any]] = {"grid": read_grid}
 
     grid: Grid
-    scale: Literal["token", "group", "static"] = "token"
+    scale: Literal["token", "group", "static", "local"] = "token"
     threshold: float | None = None
     columns: bool = False
     symmetric: bool = True
@@ -60,18 +62,22 @@ class RoundingScheme(TransformScheme):
     def text(self) -> str:
         groups = "" if self.group is None else f" per {self.group} columns"
         groups += "" if self.groups is None else f" in {self.groups} groups of channels"
+        groups += ", static global scale" if self.scale == "local" else ""
         return f"inputs {self.grid.name}" + groups + ("" if self.clip == 1 else f", clipped to {self.clip:g}")
 
     def check(self) -> None:
         super().check()
         if not 0 < self.clip <= 1:
             raise ValueError(f"clip of rounding is {self.clip}, but it must be above 0 and at most 1")
-        if self.groups is not None and (self.scale == "group" or self.outliers):
+        in_groups = self.scale in ("group", "local")
+        if self.groups is not None and (in_groups or self.outliers):
             raise ValueError("groups of rounding exclude scale 'group' and outlier columns")
-        if (self.group is None) == (self.scale == "group"):
-            raise ValueError("rounding has a number of columns (group) with scale 'group', and only with it")
+        if (self.group is None) == in_groups:
+            raise ValueError("rounding has a number of columns (group) with scale 'group' or 'local', and only there")
+        if self.scale == "local" and not self.grid.scaling.fused:
+            raise ValueError(f"the scales of {self.grid.name} share no number, so that scale 'local' has none to store")
         if self.group is not None and self.outliers:
-            raise ValueError("scale 'group' of rounding excludes outlier columns")
+            raise ValueError(f"scale {self.scale!r} of rounding excludes outlier columns")
         if not self.grid.rounds_inputs(in_groups=self.group is not None):
             raise ValueError(f"inputs cannot be rounded to {self.grid.name} with scale {self.scale!r}")
 
@@ -90,6 +96,7 @@ class RoundingScheme(TransformScheme):
         specs = {"scale": TensorSpec((count,))} if static else {}
         specs |= {"zero_point": TensorSpec((count,), torch.int8)} if static and self.zeros else {}
         specs |= {"g_idx": TensorSpec((shape[1],), torch.int32)} if self.groups else {}
+        specs |= {"global_scale": TensorSpec((1,), torch.float32)} if self.scale == "local" else {}
         return specs | ({"outliers": TensorSpec((shape[1],), torch.bool)} if self.columns else {})
 
     @property
@@ -108,6 +115,7 @@ class InputRounding(InputTransform[RoundingScheme]):
         zero: static zero points [groups], or None.
         group_index: group of each channel [in], or None.
         columns: True for outlier columns, which are not quantized [in], or None.
+        shared: the number that all scales share [1], or None.
     """
 
     kind: ClassVar[str] = "rounding"
@@ -116,6 +124,7 @@ class InputRounding(InputTransform[RoundingScheme]):
         "zero": "zero_point",
         "group_index": "g_idx",
         "columns": "outliers",
+        "shared": "global_scale",
     }
     rank: ClassVar[int] = 100  # the last transform, because integer kernels include it
     linear: ClassVar[bool] = False
@@ -125,6 +134,7 @@ class InputRounding(InputTransform[RoundingScheme]):
     zero: Int[Tensor, " groups"] | None
     group_index: Int[Tensor, " in"] | None
     columns: Bool[Tensor, " in"] | None
+    shared: Float[Tensor, " 1"] | None
 
     @classmethod
     def of(
@@ -165,6 +175,18 @@ class InputRounding(InputTransform[RoundingScheme]):
         """
         scale, _ = grid.fit(-top.reshape(1), top.reshape(1), True, dtype)
         return cls.of(grid, scale.to(dtype))
+
+    @classmethod
+    def local(cls, scheme: RoundingScheme, top: Float[Tensor, ""] | None) -> Self:
+        """Create a quantizer with dynamic scales that are coded relative to a static number.
+
+        Args:
+            scheme: options with scale 'local'.
+            top: largest magnitude that the scales cover without saturation; None: not known, the number is 1.
+        """
+        shared = torch.ones(1) if top is None else scheme.grid.scaling.shared_per_token(top.float(), scheme.grid.span)
+        assert shared is not None, "checked by the scheme"
+        return cls(scheme, (0, 0), {"shared": shared.reshape(1)})
 
     @classmethod
     def of_groups(
@@ -209,11 +231,12 @@ class InputRounding(InputTransform[RoundingScheme]):
             index, count = self.group_index.long(), scheme.groups or 1
             return round_in_groups(x, scheme.grid, index, count, self.scale, self.zero, scheme.symmetric, scheme.clip)
         outlier_mask = outlier_columns(x, self.threshold, self.columns)
-        return round_inputs(x, scheme.grid, self.scale, outlier_mask, scheme.symmetric, scheme.group, scheme.clip)
+        scale = self.scale if self.shared is None else self.shared
+        return round_inputs(x, scheme.grid, scale, outlier_mask, scheme.symmetric, scheme.group, scheme.clip)
 
     def computes_like(self, other: InputRounding) -> bool:
         """Return whether both quantizers are dynamic and give the same values for every input."""
-        is_dynamic = self.scheme.scale != "static" and not self.scheme.outliers and self.scheme.groups is None
+        is_dynamic = self.scheme.scale in ("token", "group") and not self.scheme.outliers and self.scheme.groups is None
         return is_dynamic and self.scheme == other.scheme
 
     def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
@@ -224,7 +247,7 @@ class InputRounding(InputTransform[RoundingScheme]):
         columns = None if self.columns is None else self.columns[order]
         index = None if index is None else index[order]
         tensors = {"scale": self.scale, "zero": self.zero, "group_index": index, "columns": columns}
-        return InputRounding(scheme, self.shape, tensors)
+        return InputRounding(scheme, self.shape, tensors | {"shared": self.shared})
 
     def validate(self, prefix: str) -> None:
         super().validate(prefix)
@@ -232,3 +255,5 @@ class InputRounding(InputTransform[RoundingScheme]):
             check_index(stored_name(prefix, "g_idx"), self.group_index, self.scheme.groups)
         if self.scale is not None and float(self.scale.min()) <= 0:
             raise ValueError(f"{stored_name(prefix, 'scale')} holds a scale that is not positive")
+        if self.shared is not None and float(self.shared) <= 0:
+            raise ValueError(f"{stored_name(prefix, 'global_scale')} is {float(self.shared)}, but it must be positive")

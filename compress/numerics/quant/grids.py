@@ -424,6 +424,7 @@ _GRIDS = (
     Float4Grid("fp4_e2m1_pow2", 4, scaling=PowerOfTwo()),
     Float4Grid("mxfp4", 4, scaling=E8M0(), group_size=32),
     Float4Grid("nvfp4", 4, scaling=Float8Scale(), group_size=16),
+    Float8Grid("mxfp8", 8, torch.float8_e4m3fn, scaling=E8M0(), group_size=32),
     LevelGrid("nf4", 4, NF4_LEVELS),
     LevelGrid("ternary", 2, (-1.0, 0.0, 1.0), averaged=True),  # Ma 2024, arXiv 2402.17764, equations 1 to 3
     LevelGrid("binary", 1, (-1.0, 1.0), averaged=True, centered=True),  # Wang 2023, arXiv 2310.11453

@@ -21,15 +21,15 @@ def round_inputs(
     """Round an activation to the nearest values of a grid.
 
     Integers are computed in float32: in a half dtype x / scale would be rounded before it is rounded to an integer,
-    which is 1 to 11% more error with int8. Floats are computed in the dtype of x, as their readers do. Scales that
-    share a
-    number (NVFP4) share that of their token.
+    which is 1 to 11% more error with int8. 8-bit floats with plain scales are computed in the dtype of x, as their
+    readers do.
 
     Args:
         x: the activation.
         grid: the number grid.
-        scale: static scale for all tokens. None: one per token, from its largest magnitude (ZeroQuant, Yao 2022,
-            section 3.2), or, with symmetric False, a scale and a zero point from its range.
+        scale: static scale for all tokens; of a grid whose scales share a number (NVFP4), that number. None: one per
+            token, from its largest magnitude (ZeroQuant, Yao 2022, section 3.2), or, with symmetric False, a scale and
+            a zero point from its range.
         outliers: True for columns that are not quantized.
         symmetric: whether to quantize without zero points.
         group: number of columns that share a scale of a token, a divisor of the width; None: all.
@@ -45,10 +45,12 @@ def round_inputs(
     dtype = _computed_in(grid, x)
     inside = (x if outliers is None else x.masked_fill(outliers, 0)).to(dtype)
     zero = None
-    if scale is None:
+    if scale is None or grid.scaling.fused:
         low, high = torch.aminmax(inside, dim=-1, keepdim=True)
         low, high = clip * low, clip * high
-        shared = grid.scaling.shared_per_token(_largest(low, high), grid.span) if grid.scaling.fused else None
+        shared = scale
+        if grid.scaling.fused and scale is None:
+            shared = grid.scaling.shared_per_token(_largest(low, high), grid.span)
         scale, zero = grid.fit(low, high, symmetric, dtype, shared)
     else:
         scale = scale.to(dtype)
@@ -99,8 +101,8 @@ def group_ranges(
 
 
 def _computed_in(grid: Grid, x: Tensor) -> torch.dtype:
-    """Return the dtype of computation: float32 for integers and for 4 bits, otherwise that of x."""
-    return torch.float32 if isinstance(grid, IntGrid) or grid.bits <= 4 else x.dtype
+    """Return the dtype of computation: float32 for integers, 4 bits and coded scales, otherwise that of x."""
+    return torch.float32 if isinstance(grid, IntGrid) or grid.bits <= 4 else grid.computes_in(x.dtype)
 
 
 def _largest(low: Float[Tensor, "*batch 1"], high: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*tokens 1 1"]:

@@ -52,7 +52,7 @@ def _search(value: Any) -> Any:
 SEARCHES = ("mse", "importance")
 """The searches that may choose negative scales."""
 ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
-InputGrid = Literal["none", "int8", "fp8_e4m3", "int4", "mxfp4", "nvfp4"]
+InputGrid = Literal["none", "int8", "fp8_e4m3", "int4", "mxfp4", "nvfp4", "mxfp8"]
 
 
 class Quantizing(WeightGrid):
@@ -91,7 +91,8 @@ class Quantizing(WeightGrid):
     activation_scale: ActivationScale = Field(
         default="token",
         description="'token': one scale per token, computed at run time; 'group': one per token and group_size "
-        "columns, at run time; 'static': one calibrated scale; mxfp4 and nvfp4 have groups of their own",
+        "columns, at run time; 'static': one calibrated scale; mxfp4, mxfp8 and nvfp4 have groups of their own, and "
+        "with nvfp4 'static' is one calibrated global scale, as servers read it",
     )
     activation_clip: float = Field(
         default=1.0,
@@ -183,7 +184,9 @@ class Quantizing(WeightGrid):
         """The scheme of the inputs' rounding; None: inputs are not rounded."""
         if self.input_grid is None:
             return None
-        kind = self.activation_scale if self.input_grid.group_size is None else "group"
+        kind: Literal["token", "group", "static", "local"] = self.activation_scale
+        if self.input_grid.group_size is not None:
+            kind = "local" if kind == "static" else "group"
         return RoundingScheme(self.input_grid, kind, group=self.input_group, clip=self.activation_clip)
 
     @property
@@ -243,14 +246,19 @@ class Quantizing(WeightGrid):
 
     @property
     def served_inputs(self) -> bool:
-        """Whether inputs are rounded to a grid that other programs compute with; none does with 4 bits."""
-        return self.input_grid is not None and self.input_grid.bits > 4
+        """Whether other programs compute with these inputs: 8 bits, or groups of the same grid as the weights."""
+        grid = self.input_grid
+        if grid is None or grid.group_size is None:
+            return grid is not None and grid.bits > 4
+        return grid is self.grid and (not grid.scaling.fused or self.activation_scale == "static")
 
     def _notes(self) -> tuple[str, ...]:
         if self.input_grid is None:
             return ()
         if not self.served_inputs:
-            return (f"inputs in {self.activations} are stated in format native only, which compress.load reads",)
+            note = f"inputs in {self.activations} are stated in format native only, which compress.load reads"
+            shared = self.input_grid is self.grid and self.input_grid.scaling.fused
+            return (f"{note}; servers read those with activation_scale: static" if shared else note,)
         if not self.integers or not self.signed_scales or self.scale not in SEARCHES:
             return ()
         return (
@@ -265,7 +273,8 @@ class Quantizing(WeightGrid):
     def without_effect(self) -> dict[str, str]:
         reason = self.positive_scales
         idle = {} if reason is None else {"signed_scales": f"{reason}: scales are positive; leave it out"}
-        if self.input_grid is None or self.activation_scale == "static":
+        rounding = self.rounding_scheme
+        if rounding is None or rounding.scale == "static":
             idle["activation_clip"] = "no scale of inputs is computed at run time; leave it out"
         if self.allocate is not None:
             reason = "with allocate, whose choices all state it; leave it out"
@@ -283,7 +292,8 @@ class Quantizing(WeightGrid):
         if self.activation_scale != "token" and self.input_grid is None:
             grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
             raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")
-        if self.activation_scale == "static" and self.input_group is not None:
+        fused = self.input_grid is not None and self.input_grid.scaling.fused
+        if self.activation_scale == "static" and self.input_group is not None and not fused:
             raise ValueError(f"activation_scale: static: {self.activations} has a scale per group; leave it out")
         if self.activation_scale == "group" and self.input_group is None and not isinstance(self.group_size, int):
             raise ValueError("activation_scale: group needs a group_size in columns, such as group_size: 128")
@@ -327,14 +337,20 @@ class Quantizing(WeightGrid):
         return (None if source is None else source.kept(weight, codes)) or codes
 
     def rounding(self, layer: Layer) -> InputRounding | None:
-        """Return the rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
+        """Return the rounding of the layer's inputs, or None; static scales cover the largest calibration input.
+
+        Without tokens a global scale is 1, with which 8-bit scales reach from 2^-9 to 448.
 
         Raises:
             NumericError: when the scale is static and no calibration token reached the layer.
         """
         scheme = self.rounding_scheme
-        if self.input_grid is None or scheme is None or scheme.scale != "static":
+        if self.input_grid is None or scheme is None or scheme.scale not in ("static", "local"):
             return None if scheme is None else InputRounding(scheme, (0, 0), {})
+        if scheme.scale == "local":
+            if layer.inputs.tokens == 0:
+                layer.log("fallback", "no calibration token reached this layer; the global scale of its inputs is 1")
+            return InputRounding.local(scheme, layer.inputs.absmax.max() if layer.inputs.tokens else None)
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
         return InputRounding.covering(self.input_grid, layer.inputs.absmax.max(), layer.storage)

@@ -62,7 +62,7 @@ class WeightGrid(Pass):
     group_size: GroupSizeOption = Field(
         default=64,
         description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; some grids fix "
-        "the group size (mxfp4: 32, nvfp4: 16)",
+        "the group size (mxfp4, mxfp8: 32, nvfp4: 16)",
     )
     symmetric: bool = Field(default=True, description="no zero point; false: one zero point per scale (integer grids)")
 

@@ -31,6 +31,11 @@ SCHEMES = {
     "FP8 weights": coded("fp8_e4m3", "tensor"),
     "MXFP4": coded("mxfp4"),
     "NVFP4": coded("nvfp4", 16),
+    "MXFP8": coded("mxfp8"),
+    "W4AFP8": coded("int4", 32, True, rounding("fp8_e4m3")),
+    "MXFP4 inputs": coded("mxfp4", 32, True, rounding("mxfp4", scale="group", group=32)),
+    "MXFP8 inputs": coded("mxfp8", 32, True, rounding("mxfp8", scale="group", group=32)),
+    "NVFP4 inputs": coded("nvfp4", 16, True, rounding("nvfp4", scale="local", group=16)),
 }
 LAYOUT = {
     "W8A8": "int-quantized",
@@ -40,7 +45,13 @@ LAYOUT = {
     "FP8 weights": "float-quantized",
     "MXFP4": "mxfp4-pack-quantized",
     "NVFP4": "nvfp4-pack-quantized",
+    "MXFP8": "mxfp8-quantized",
+    "MXFP4 inputs": "mxfp4-pack-quantized",
+    "MXFP8 inputs": "mxfp8-quantized",
+    "NVFP4 inputs": "nvfp4-pack-quantized",
 }
+IN_BYTES = ("int-quantized", "float-quantized", "mxfp8-quantized")
+"""Layouts with one byte per weight."""
 NAMES = ["model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head"]
 
 
@@ -58,7 +69,8 @@ def made(make, scheme):
 def stored(make, scheme):
     """Part, transforms and tensors of a layer of this scheme."""
     static = scheme.rounding is not None and scheme.rounding.scale == "static"
-    scale = {"scale": torch.tensor([0.25]) if static else None}
+    local = scheme.rounding is not None and scheme.rounding.scale == "local"
+    scale = {"scale": torch.tensor([0.25]) if static else None, "shared": torch.tensor([96.0]) if local else None}
     transforms = [InputRounding(t, scheme.shape, scale) for t in scheme.transforms]
     part = made(make, scheme)
     return part, transforms, FORMAT.encode(scheme, [part], transforms)
@@ -68,8 +80,9 @@ def stored(make, scheme):
 def test_the_layout_follows_from_the_scheme_and_is_exact(make, same, name):
     scheme = SCHEMES[name]
     part, transforms, tensors = stored(make, scheme)
-    assert ("weight" in tensors) == (LAYOUT.get(name) in ("int-quantized", "float-quantized"))
+    assert ("weight" in tensors) == (LAYOUT.get(name) in IN_BYTES)
     assert ("input_scale" in tensors) == (name == "W8A8 static")
+    assert ("input_global_scale" in tensors) == (name == "NVFP4 inputs")
     (found,), read = FORMAT.decode(tensors, scheme)
     same(found, part)
     assert [t.sha256() for t in read] == [t.sha256() for t in transforms]
@@ -186,7 +199,7 @@ def test_without_compressed_layers_there_is_no_config():
 @pytest.mark.parametrize("name", [*SCHEMES, "mixed"])
 def test_compressed_tensors_validates_the_config(name):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    schemes = dict(zip("abcdefghijkl", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
+    schemes = dict(zip("abcdefghijklmnopq", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
     config = FORMAT.config(schemes, ["lm_head"], "0.1")
     theirs = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
     assert theirs.quantization_status == "compressed"
@@ -200,14 +213,19 @@ def test_compressed_tensors_validates_the_config(name):
         assert (weights.group_size or weights.strategy) == codes.group_size
         assert (inputs is None) == (scheme.rounding is None)
         if inputs is not None:
-            static = scheme.rounding.scale == "static"
-            wanted = (8, "tensor", False, True) if static else (8, "token", True, True)
-            assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == wanted
+            wanted = {
+                "static": ("tensor", False, None),
+                "token": ("token", True, None),
+                "group": ("group", True, 32),
+                "local": ("tensor_group", "local", 16),
+            }[scheme.rounding.scale]
+            assert (inputs.strategy, inputs.dynamic, inputs.group_size) == wanted
+            assert (inputs.num_bits, inputs.symmetric) == (scheme.rounding.grid.bits, True)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SCHEMES if name != "FP8 weights"]
-)  # which it chooses for itself with inputs only
+    "name", [name for name in SCHEMES if name not in ("FP8 weights", "W4AFP8")]
+)  # it chooses the first for itself with inputs only; the second it leaves in bytes, where servers read words
 def test_compressed_tensors_would_choose_the_same_layout(name):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     base = pytest.importorskip("compressed_tensors.compressors.base")
@@ -236,11 +254,12 @@ FP8 = GRIDS["fp8_e4m3"]
     [
         (
             coded("int8", "channel", True, rounding("fp8_e4m3")),
-            "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native",
+            "activations fp8_e4m3 cannot be combined with these integer weights; use int8 (with symmetric int4 weights",
         ),
+        (coded("int4", 32, False, rounding("fp8_e4m3")), "activations fp8_e4m3 cannot be combined with these integer"),
         (
             coded("nf4", 64),
-            "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native",
+            "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4, mxfp8 or nvfp4, or format: native",
         ),
         (coded("fp4_e2m1"), "weights fp4_e2m1 have no layout"),
         (
@@ -249,8 +268,13 @@ FP8 = GRIDS["fp8_e4m3"]
         ),
         (coded("fp8_e4m3", 64), "fp8_e4m3 has no layout with groups; use group_size: channel or tensor"),
         (coded("fp8_e4m3", "channel", True, rounding()), "fp8_e4m3 weights need activations none or fp8_e4m3"),
-        (coded("mxfp4", 32, True, rounding()), "mxfp4 weights are read only with activations: none"),
-        (coded("nvfp4", 16, True, rounding("fp8_e4m3")), "nvfp4 weights are read only with activations: none"),
+        (coded("mxfp4", 32, True, rounding()), "mxfp4 weights are read only with activations none or mxfp4;"),
+        (coded("mxfp8", 32, True, rounding("fp8_e4m3")), "mxfp8 weights are read only with activations none or mxfp8;"),
+        (
+            coded("nvfp4", 16, True, rounding("nvfp4", scale="group", group=16)),
+            "inputs nvfp4 with a global scale per token have no reader; use activation_scale: static",
+        ),
+        (coded("nvfp4", 16, True, rounding("fp8_e4m3")), "nvfp4 weights are read only with activations none or nvfp4;"),
         (coded("nvfp4", 16, indexed=True), "act_order: group has no reader for nvfp4; use act_order: static"),
         (coded("mxfp4", shape=(8, 80)), "mxfp4 has groups of 32 columns, which do not divide the 80 inputs"),
         (coded("nvfp4", 16, shape=(8, 72)), "nvfp4 has groups of 16 columns, which do not divide the 72 inputs"),
@@ -262,14 +286,14 @@ def test_what_has_no_reader_is_refused_with_what_has_one(scheme, message):
 
 def test_a_layout_of_others_is_an_error():
     config = FORMAT.config({"a": SCHEMES["MXFP4"]}, [], "0.1")
-    config["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
-    with pytest.raises(ValueError, match="layout 'mxfp8-quantized' of compressed-tensors cannot be read; known: int-q"):
+    config["config_groups"]["group_0"]["format"] = "mxfp6-pack-quantized"
+    with pytest.raises(ValueError, match="layout 'mxfp6-pack-quantized' of compressed-tensors cannot be read; known: "):
         FORMAT.schemes(config, shapes("a"), {})
 
 
 def test_transformers_is_asked_to_multiply_out_what_it_would_run_wrongly():
     asked = {name: "run_compressed" in FORMAT.config({"a": scheme}, [], "0.1") for name, scheme in SCHEMES.items()}
-    assert {name for name in SCHEMES if asked[name]} == {"W4A16 asymmetric", "MXFP4", "NVFP4"}
+    assert {name for name in SCHEMES if asked[name]} == {"W4A16 asymmetric", "MXFP4", "NVFP4", "MXFP8"}
     mixed = {"a": SCHEMES["MXFP4"], "b": SCHEMES["NVFP4"]}  # it multiplies out one scheme at most
     assert "run_compressed" not in FORMAT.config(mixed, [], "0.1")
 
@@ -289,7 +313,9 @@ def test_their_layer_has_a_place_for_the_static_scale():
 
 def test_activations_in_floats_are_refused():
     message = FORMAT.refuses(coded("int8", "channel", True, rounding("fp8_e4m3")))
-    assert message == "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native"
+    assert message.startswith("activations fp8_e4m3 cannot be combined with these integer weights; use int8 (with")
+    static = coded("int4", 32, True, rounding("fp8_e4m3", scale="static"))
+    assert FORMAT.refuses(static).startswith("a static scale of the inputs is stored only with int8 weights")
 
 
 def test_what_the_packed_layout_refuses_is_refused():

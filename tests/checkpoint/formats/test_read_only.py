@@ -100,7 +100,29 @@ def test_inputs_are_rounded_as_the_source_states(made):
     }
     assert texts["fp8 of deepseek"] == {"inputs fp8_e4m3 per 128 columns"}
     assert texts["fp8 per tensor"] == {"inputs fp8_e4m3"}
-    assert texts["modelopt nvfp4"] == texts["mxfp4"] == set()
+    assert texts["modelopt nvfp4"] == {"inputs nvfp4 per 16 columns, static global scale"}
+    assert texts["mxfp4"] == set()
+
+
+def test_inputs_of_nvfp4_without_a_scale_stay_in_16_bits(copied):
+    folder = copied("modelopt nvfp4")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if not name.endswith("input_scale")}, folder / "model.safetensors"
+    )
+    assert all(layer.rounding is None for layer in layers_of(compress.load(folder)[0]).values())
+
+
+def test_nvfp4_becomes_compressed_tensors_with_equal_codes_and_reciprocal_global_scales(made, tmp_path):
+    folder, _ = made("modelopt nvfp4")
+    compress.export(folder, tmp_path / "out", "compressed-tensors")
+    source, written = load_file(folder / "model.safetensors"), {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        written |= load_file(path)
+    assert torch.equal(written[f"{Q}.weight_packed"], source[f"{Q}.weight"])
+    assert torch.equal(written[f"{Q}.weight_scale"].float(), source[f"{Q}.weight_scale"].float())
+    assert written[f"{Q}.weight_global_scale"] == 1 / source[f"{Q}.weight_scale_2"]
+    assert written[f"{Q}.input_global_scale"] == 1 / source[f"{Q}.input_scale"]
 
 
 def test_inspect_names_grids_and_blocks(made):
@@ -218,6 +240,11 @@ DAMAGED = {
         "modelopt nvfp4",
         put(f"{Q}.weight_scale_2", torch.zeros_like),
         f"{Q}.weight_scale_2 is 0.0, but it must be positive",
+    ),
+    "an input scale of zero": (
+        "modelopt nvfp4",
+        put(f"{Q}.input_scale", torch.zeros_like),
+        f"{Q}.input_scale is 0.0, but it must be positive",
     ),
     "scales per column": (
         "modelopt fp8",

@@ -3,6 +3,7 @@
 Weights are written where the package dequantizes them: bitsandbytes and compressed-tensors.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -37,25 +38,33 @@ def weight_of_compressed_tensors(module):
 
 def read(folder, ids, out):
     """Write the logits, and the dequantized weights as [out, in]."""
-    method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
+    config = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+    method = config["quant_method"]
+    inputs = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
     try:
         found = tensors_of(folder, ids, method, {})
     except RuntimeError:
         if method != "compressed-tensors":
             raise
-        # transformers 5.23 loads zero points, and 4-bit floats in float32, only if it dequantizes
-        found = tensors_of(folder, ids, method, {"quantization_config": CompressedTensorsConfig(run_compressed=False)})
+        # transformers 5.23 loads zero points, and block floats in float32, only if it dequantizes; inputs it then leaves
+        # as they are, so a model that quantizes them is cast
+        options = {} if any(inputs) else {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+        found = tensors_of(folder, ids, method, options, cast=any(inputs))
     save_file(found, out)
 
 
-def tensors_of(folder, ids, method, options):
-    """The logits and the weights."""
+def tensors_of(folder, ids, method, options, cast=False):
+    """The logits and the weights. cast: after the first forward pass, which dequantizes weights in bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}, **options).eval()
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # the kernel of bitsandbytes for such CPUs rounds inputs and the scales of blocks to bfloat16, whatever the
             # dtype: 2e-2 of the largest logit in the 30 layers of SmolLM2; its other CPU code computes in float32
             module.support_avx512bf16_for_cpu = False
+    if cast:
+        with contextlib.suppress(RuntimeError), torch.no_grad():
+            model(load_file(ids)["ids"])
+        torch.nn.Module.float(model)  # transformers refuses its own method for quantized models
     found = {}
 
     def keep(weight_of):

@@ -22,7 +22,7 @@ def recipe_of(kind):
     modifier = QuantizationModifier if name == kind else GPTQModifier
     if not name.startswith("int"):
         cut = ["re:.*down_proj"] if name == "FP8_BLOCK" else []  # its reader has no blocks that cross the last column
-        return modifier(targets=["Linear"], scheme=name, ignore=["lm_head", *cut]), name == "FP8"
+        return modifier(targets=["Linear"], scheme=name, ignore=["lm_head", *cut]), name in ("FP8", "NVFP4")
     bits, group, zeros = name.split("-")
     size = {"strategy": "channel"} if group == "channel" else {"strategy": "group", "group_size": int(group)}
     weights = QuantizationArgs(num_bits=int(bits.removeprefix("int")), symmetric=zeros == "sym", **size)

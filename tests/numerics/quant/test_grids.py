@@ -57,6 +57,7 @@ def test_names_and_bits_agree():
     assert all(GRIDS[name].bits == 4 for name in ("fp4_e2m1_pow2", "mxfp4", "nvfp4", "nf4_dq"))
     fixed = {
         "mxfp4": 32,
+        "mxfp8": 32,
         "nvfp4": 16,
         "uint2_k": 16,
         "int3_k": 16,

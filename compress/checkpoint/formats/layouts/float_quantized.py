@@ -43,7 +43,9 @@ class FloatQuantized(Layout):
 
     def suits(self, scheme: LayerScheme) -> bool:
         codes = scheme.codes
-        return codes is not None and isinstance(codes.grid, SymmetricGrid) and codes.grid.bits == 8
+        if codes is None or codes.grid.group_size is not None:
+            return False
+        return isinstance(codes.grid, SymmetricGrid) and codes.grid.bits == 8
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         codes, rounding = codes_of(scheme), scheme.rounding

@@ -40,8 +40,11 @@ def stored_group_size(width: int, group_size: int) -> int:
 def refuses_integers(scheme: LayerScheme) -> str | None:
     """Why no reader supports integers of this scheme, and how to change the recipe; None if one does."""
     codes, rounding, width = codes_of(scheme), scheme.rounding, scheme.shape[1]
-    if rounding is not None and rounding.grid is not GRIDS["int8"]:
-        return f"activations {rounding.grid.name} cannot be combined with integer weights; use int8, or format: native"
+    if rounding is not None and rounding.grid is not GRIDS["int8"] and not _with_floats(scheme):
+        return (
+            f"activations {rounding.grid.name} cannot be combined with these integer weights; use int8 (with symmetric "
+            "int4 weights also fp8_e4m3 and activation_scale: token), or format: native"
+        )
     if codes.indexed:
         return (
             "act_order: group has no reader (compressed-tensors no longer supports it); "
@@ -55,6 +58,13 @@ def refuses_integers(scheme: LayerScheme) -> str | None:
     return None
 
 
+def _with_floats(scheme: LayerScheme) -> bool:
+    """Whether inputs are rounded to 8-bit floats per token, next to int4 weights without zero points (W4AFP8)."""
+    codes, rounding = codes_of(scheme), scheme.rounding
+    floats = rounding is not None and rounding.grid is GRIDS["fp8_e4m3"] and rounding.scale == "token"
+    return floats and codes.symmetric and codes.grid is GRIDS["int4"]
+
+
 def sizes_that_work(width: int) -> str:
     """A text such as 'use 32, 64, 192, channel, or format: native': group sizes from 16 to 256 that divide a width."""
     sizes = [str(size) for size in range(16, 257) if width % size == 0]
@@ -62,20 +72,26 @@ def sizes_that_work(width: int) -> str:
 
 
 def input_arguments(scheme: LayerScheme) -> dict[str, Any]:
-    """The `input_activations` part of a config group: a dynamic scale per token (and group), or one static scale."""
+    """The `input_activations` part of a config group: a dynamic scale per token (and group), or one static scale.
+
+    Scales that are coded have a dtype; those of groups with a static global scale are dynamic in part ('local').
+    """
     rounding = scheme.rounding
     assert rounding is not None
-    static = rounding.scale == "static"
-    kind = "int" if isinstance(rounding.grid, IntGrid) else "float"
-    strategy = {"static": "tensor"}.get(rounding.scale, rounding.scale)
-    groups = {} if rounding.group is None else {"group_size": rounding.group}
+    strategies = {"static": ("tensor", False), "local": ("tensor_group", "local")}
+    strategy, dynamic = strategies.get(rounding.scale, (rounding.scale, True))
+    groups: dict[str, Any] = {} if rounding.group is None else {"group_size": rounding.group}
+    scaling = rounding.grid.scaling
+    dtype = torch.float8_e4m3fn if scaling.fused else scaling.stored
+    coded = {} if dtype is None else {"scale_dtype": str(dtype)}
     return {
         "num_bits": rounding.grid.bits,
-        "type": kind,
+        "type": "int" if isinstance(rounding.grid, IntGrid) else "float",
         "symmetric": True,
         "strategy": strategy,
-        "dynamic": not static,
+        "dynamic": dynamic,
         **groups,
+        **coded,
     }
 
 

@@ -6,14 +6,14 @@
     NVFP4: <m>.weight          uint8 [O, I/2]          two E2M1 codes per byte, the even column in the low half
            <m>.weight_scale    float8_e4m3fn [O, I/16]
            <m>.weight_scale_2  one number, float32     the reciprocal of weight_global_scale in compressed-tensors
-           <m>.input_scale     one number
+           <m>.input_scale     one number          the reciprocal of input_global_scale; none with inputs in 16 bits
     both:  <attention>.k_proj.k_scale, v_proj.v_scale  scales of a rounded KV cache
 
     hf_quant_config.json: {producer, quantization: {quant_algo, kv_cache_quant_algo, group_size, exclude_modules}}
     config.json: quantization_config = {quant_method: modelopt, quant_algo, ignore, kv_cache_scheme, config_groups}
 
 FP8: W ~ weight * weight_scale. NVFP4: W ~ E2M1(code) * weight_scale * weight_scale_2. A linear with a scale is
-quantized, all others are dense. The scales of inputs of NVFP4 and of the KV cache are not applied.
+quantized, all others are dense. The scales of the KV cache are not applied.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class ModelOpt(ReadOnly):
         for name, shape in shapes.items():
             scale, weight = stored.get(f"{name}.weight_scale"), stored.get(f"{name}.weight")
             if f"{name}.weight_scale_2" in stored or (scale is not None and weight == (shape[0], shape[1] // 2)):
-                schemes[name] = LayerScheme(shape, (CodesScheme(NVFP4, GROUP),))
+                inputs = (RoundingScheme(NVFP4, "local", group=GROUP),) if f"{name}.input_scale" in stored else ()
+                schemes[name] = LayerScheme(shape, (CodesScheme(NVFP4, GROUP),), inputs)
             elif scale is not None:
                 static = f"{name}.input_scale" in stored
                 inputs = (RoundingScheme(FP8, "static" if static else "token"),) if static or per_token else ()
@@ -102,7 +103,7 @@ class ModelOpt(ReadOnly):
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
         (codes,), rounding = scheme.all_codes, scheme.rounding
         if codes.grid is NVFP4:
-            return [_halves(tensors, scheme)], []
+            return [_halves(tensors, scheme)], _local_inputs(tensors, scheme)
         specs = BYTES.tensors(scheme)
         scale = tensors["weight_scale"]
         scale = scale.reshape(specs["weight_scale"].shape) if scale.numel() else scale
@@ -144,3 +145,11 @@ def _halves(tensors: Mapping[str, Tensor], scheme: LayerScheme) -> WeightPart:
         raise ValueError(f"{global_name} is {float(multiplier)}, but it must be positive and finite")
     packed = {"weight_packed": stored["weight"], "weight_scale": stored["weight_scale"]}
     return HALVES.decode({**packed, "weight_global_scale": multiplier.reciprocal()}, scheme)
+
+
+def _local_inputs(tensors: Mapping[str, Tensor], scheme: LayerScheme) -> list[InputRounding]:
+    """Decode the quantization of NVFP4 inputs, if there is one."""
+    if scheme.rounding is None:
+        return []
+    shared = input_scale("input_scale", tensors).float().reciprocal()
+    return [InputRounding(scheme.rounding, scheme.shape, {"shared": shared})]

@@ -149,7 +149,8 @@ class GGUF(Format):
     ) -> dict[str, LayerScheme]:
         schemes = layers_of(config)
         for name, scheme in schemes.items():
-            if (reason := self.refuses(scheme)) is not None:
+            reason = "a layer without codes is stated" if scheme.plain else self.refuses(scheme)
+            if reason is not None:
                 raise ValueError(f"{name}: {reason}")
         return schemes
 

@@ -21,10 +21,12 @@ from transformers import (
 import compress
 from compress import GPTQ, RTN, KVCache
 from compress.checkpoint.containers.gguf import FILE, Entry, arranged, entry_of, open_gguf, packed_index, rearranged
+from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import architecture_of
 from compress.checkpoint.sources.limits import stored_bytes
 from compress.errors import ModelError, RecipeError, SaveError, SeveralErrors, TargetError
 from compress.layers.linear import CompressedLinear
+from compress.layers.scheme import LayerScheme
 
 GRIDS = {"int4": "Q4_0", "int4_signed": "Q4_0", "uint4": "Q4_1", "int5_signed": "Q5_0", "uint5": "Q5_1", "int8": "Q8_0"}
 GRIDS["iq4_nl"] = "IQ4_NL"
@@ -402,3 +404,9 @@ def test_a_gap_of_the_reader_in_transformers_is_a_note_of_the_plan(name, unread,
 def test_what_llama_cpp_computes_otherwise_is_refused(config, message):
     config = config(SIZES)
     assert message in architecture_of(config).refuses(config)
+
+
+def test_a_stated_layer_without_codes_is_refused():
+    stated = {"layers": {"a": LayerScheme((32, 64)).to_json()}}
+    with pytest.raises(ValueError, match="a: a layer without codes is stated"):
+        GGUF().schemes(stated, {"a": (32, 64)}, {})

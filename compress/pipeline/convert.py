@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,22 +12,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.blockwise.quantized_embeddings import quantized_embeddings
+from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import compressed_layers
-from compress.errors import TargetError, UserError, did_you_mean
+from compress.errors import TargetError, UserError, VerificationError, did_you_mean
 from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.numerics.dtypes import dtype_name
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
 from compress.pipeline.export import check_new_folder, save
 from compress.report.card import write_export_card
 
+ROUNDED_TYPE = "Q8_0"
+DENSE_TYPES: Mapping[str, tuple[str | None, str]] = {
+    "auto": (None, "dense"),
+    "F32": ("float32", "dense"),
+    "F16": ("float16", "dense"),
+    "BF16": ("bfloat16", "dense"),
+    ROUNDED_TYPE: (None, ROUNDED_TYPE),
+}
+"""Number types of files for dense models: the dtype of dense tensors, and the type of the embedding and the LM head."""
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 OUTLIER = 6.0  # LLM.int8: the threshold of outliers, for formats whose readers always round the inputs of int8 weights
 
@@ -62,34 +73,114 @@ def export(
     requantize: bool = False,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    type: str = "auto",
 ) -> list[Exported]:
-    """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
+    """Write the checkpoint in `folder` in another format to the new folder `out`, without calibration.
 
     Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight, but for
     scales that a format stores in a fixed dtype, such as float16, and that are rounded to it; groups that the
     format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
     store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
-    dtype: of dense tensors; 'auto': that of the checkpoint. Returns a line for each kind of layer that is rounded.
+    A checkpoint without compressed layers, dense or pruned, is written by formats that hold whole models (`gguf`).
+
+    dtype: of dense tensors; 'auto': that of the checkpoint. type: only for `gguf` and a checkpoint without compressed
+    layers: number type of all matrices: F32, F16, BF16 or Q8_0; 'auto': that of `dtype`. Returns a line for each kind
+    of layer that is rounded.
 
     Raises TargetError for a layer that the format cannot store without rounding, with the formats that can; UserError
-    for an unknown format; and the errors of `compress.load` and `compress.save`.
+    for an unknown format or type; and the errors of `compress.load` and `compress.save`.
     """
     if format not in FORMATS:
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
+    dtype = _dtype_of(type, dtype, format)
     check_new_folder(Path(out))
     model, tokenizer = load(folder, dtype, "cpu", trust_remote_code)
     storage = next(model.parameters()).dtype
     form = FORMATS[format].stored_in(storage)
-    if not coded_layers(model):
+    ends = {"embedding": "auto", "head": "auto"}
+    if form.ends_typed:
+        _store_dense(model, storage)
+    is_coded = bool(coded_layers(model))
+    if is_coded:
+        if type != "auto":
+            raise UserError(f"export: type {type} is for a dense model, but {folder} holds codes; leave type out")
+        exported = convert(model, Conversion(form, requantize), storage)
+    elif not form.ends_typed:
         raise TargetError(
-            f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
+            f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize, or "
+            "use format: gguf, which stores dense models too"
         )
-    exported = convert(model, Conversion(form, requantize), storage)
+    else:
+        ends = dict.fromkeys(ends, DENSE_TYPES[type][1])
+        exported = _round_all(model, form, storage) if type == ROUNDED_TYPE else []
+    form = form.configured(**ends) if form.ends_typed else form
     exported += rounded_ends(OpenModel.in_memory(model, tokenizer), Run(torch.device("cpu"), storage, format=form))
-    save(model, out, format, tokenizer, dtype)
-    programs = form.programs_run([layer.scheme for layer in coded_layers(model).values()])
+    save(model, out, format, tokenizer, dtype, embedding=ends["embedding"], head=ends["head"])
+    if not is_coded:
+        _compare_dense(model, Path(out), {line.name for line in exported})
+    schemes = [layer.scheme for layer in coded_layers(model).values()]
+    programs = form.programs_run(schemes) if schemes else []
     write_export_card(Path(out), str(folder), format, table_rows(exported), programs)
     return exported
+
+
+def _dtype_of(type: str, dtype: str, format: str) -> str:
+    """Return the dtype of dense tensors for a number type. Raises UserError for one that cannot be written."""
+    if type not in DENSE_TYPES:
+        choices = ", ".join(DENSE_TYPES)
+        raise UserError(f"export: type {type!r} is not written for dense models; use one of {choices}")
+    if type != "auto" and not FORMATS[format].ends_typed:
+        raise UserError(f"export: type {type} is for format gguf; format {format} has dtype: float16 and others")
+    typed = DENSE_TYPES[type][0]
+    if typed is not None and dtype not in ("auto", typed):
+        raise UserError(f"export: type {type} and dtype {dtype} contradict each other; leave one of them out")
+    return typed or dtype
+
+
+def _store_dense(model: PreTrainedModel, storage: torch.dtype) -> None:
+    """Replace packed sparse weights by dense ones with zeros in place."""
+    for layer in coded_layers(model).values():
+        if len(layer.all_parts) == 1 and not layer.scheme.quantized and layer.scheme.maps_inputs is None:
+            layer.put(layer.weight_as(storage), layer.mask)
+
+
+def _compare_dense(model: PreTrainedModel, out: Path, rounded_names: Set[str]) -> None:
+    """Reload a dense checkpoint, and compare all tensors that were not rounded. Raises VerificationError."""
+    dtype = next(model.parameters()).dtype
+    loaded, _ = load(out, dtype_name(dtype))
+    tensors = dict(loaded.named_parameters())
+    for name, tensor in model.named_parameters():
+        if name.removesuffix(".weight") in rounded_names or name not in tensors:
+            continue
+        stored, expected = tensors[name].float(), tensor.float()
+        # norms that are stored with 1 added lose the last bits of small numbers
+        equal = (
+            torch.allclose(stored, expected, rtol=0, atol=1e-6) if tensor.ndim == 1 else torch.equal(stored, expected)
+        )
+        if not equal:
+            raise VerificationError(f"{out}: {name} differs after reloading")
+
+
+def _round_all(model: PreTrainedModel, form: Format, storage: torch.dtype) -> list[Exported]:
+    """Round all linears of the blocks of a dense model to `ROUNDED_TYPE` in place, where their width allows it."""
+    scheme, scales = BLOCK_TYPES[ROUNDED_TYPE].scheme(), form.scales_in(storage)
+    errors: dict[str, _Error] = {}
+    for name in OpenModel.in_memory(model, None).linear_names():
+        layer = CompressedLinear.of(model.get_submodule(name))
+        if form.refuses(LayerScheme(layer.shape, (scheme,))) is not None:
+            continue
+        weight, mask = layer.weight_as(torch.float32), layer.mask
+        layer.put(quantize(weight, scheme.grid, scheme.group_size, scheme.symmetric, mask=mask, dtype=scales), mask)
+        layer.change_parts(lambda part: part.in_storage(scales))
+        model.set_submodule(name, layer)
+        error = errors.setdefault(kind_of(name), _Error())
+        error.difference += float((layer.weight_as(torch.float32) - weight).double().square().sum())
+        error.norm += float(weight.double().square().sum())
+        error.count += 1
+    return [
+        Exported(name, "dense", scheme.text, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
+        for name, error in errors.items()
+    ]
 
 
 def coded_layers(model: nn.Module) -> dict[str, CompressedLinear]:

@@ -1,5 +1,6 @@
 """compress.export: lossless between formats, refused with what would be, and --requantize with the error it adds."""
 
+import gguf
 import pytest
 import torch
 from click.testing import CliRunner
@@ -182,3 +183,89 @@ def test_scales_that_the_dtype_of_a_format_cannot_hold_are_refused(pico, tmp_pat
     ) as refused:
         compress.export(source, tmp_path / "out", "gptq")
     assert "dtype float32" not in str(refused.value)
+
+
+def types_of(folder):
+    """The number type of each tensor of a GGUF file."""
+    return {str(t.name): t.tensor_type.name for t in gguf.GGUFReader(folder / "model.gguf").tensors}
+
+
+@pytest.mark.parametrize("kind", ["auto", "F32", "F16", "BF16"])
+def test_a_dense_model_is_written_as_gguf_in_each_number_type(pico, tmp_path, kind):
+    assert compress.export(pico, tmp_path / "a", "gguf", type=kind) == []
+    wanted = {"auto": "F32"}.get(kind, kind)
+    found = types_of(tmp_path / "a")
+    assert {found[name] for name in ("blk.0.attn_q.weight", "token_embd.weight")} == {wanted}
+    assert found["output_norm.weight"] == "F32"
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[wanted]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a", gguf_file="model.gguf", dtype=dtype).state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(pico).to(dtype).state_dict().items():
+        assert torch.equal(theirs[name], tensor), name
+    text = "Once upon a time, 12 foxes"
+    tokenizers = (
+        AutoTokenizer.from_pretrained(tmp_path / "a", gguf_file="model.gguf"),
+        AutoTokenizer.from_pretrained(pico),
+    )
+    assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+
+
+def test_a_dense_model_is_rounded_to_q8_0(pico, tmp_path):
+    found = compress.export(pico, tmp_path / "a", "gguf", type="Q8_0")
+    assert {line.before for line in found} == {"dense"} and {line.after for line in found} == {"int8, group 32"}
+    assert all(0 < line.error < 0.01 for line in found) and sum(line.count for line in found) == 7 * 3 + 1
+    assert set(types_of(tmp_path / "a").values()) == {"Q8_0", "F32"}
+    before, after = weights(pico), weights(tmp_path / "a")
+    name = "model.layers.1.mlp.up_proj"
+    absmax = before[name].view(-1, 32).abs().amax(1, keepdim=True)  # half a step of 127 levels, and a float16 scale
+    assert bool(((after[name] - before[name]).view(-1, 32).abs() <= absmax * (0.5 / 127 + 1e-3)).all())
+
+
+@pytest.mark.parametrize("form", ["native", "dense"])
+@pytest.mark.parametrize("kind", ["auto", "Q8_0"])
+def test_a_pruned_model_is_written_dense_with_its_zeros(pico, tmp_path, form, kind):
+    step = compress.Magnitude(sparsity=0.6)
+    model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [step])
+    compress.save(model, tmp_path / "pruned", form, AutoTokenizer.from_pretrained(pico))
+    compress.export(tmp_path / "pruned", tmp_path / "a", "gguf", type=kind)
+    before, after = weights(tmp_path / "pruned"), weights(tmp_path / "a")
+    zeros = before["model.layers.0.mlp.up_proj"] == 0
+    assert 0.55 < zeros.float().mean() < 0.65
+    for name in before:
+        assert bool((after[name][before[name] == 0] == 0).all()), name
+        assert kind == "Q8_0" or torch.equal(before[name], after[name]), name
+
+
+def test_a_narrowed_model_is_written_as_gguf(pico, tmp_path):
+    step = compress.Narrow(ffn=1 / 3, importance="weight", repair="none")
+    model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [step])
+    compress.save(model, tmp_path / "narrow", "dense", AutoTokenizer.from_pretrained(pico))
+    compress.export(tmp_path / "narrow", tmp_path / "a", "gguf")
+    reader = gguf.GGUFReader(tmp_path / "a" / "model.gguf")
+    assert reader.get_field("llama.feed_forward_length").contents() == 192
+    ids = torch.arange(20)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a", gguf_file="model.gguf", dtype=torch.float32)
+    assert torch.allclose(theirs(ids).logits, model(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "message"),
+    [
+        (
+            "gguf",
+            {"type": "Q4_0"},
+            "type 'Q4_0' is not written for dense models; use one of auto, F32, F16, BF16, Q8_0",
+        ),
+        ("native", {"type": "F16"}, "type F16 is for format gguf; format native has dtype: float16"),
+        ("gguf", {"type": "F16", "dtype": "bfloat16"}, "type F16 and dtype bfloat16 contradict each other"),
+    ],
+)
+def test_types_that_are_not_written_are_errors(pico, tmp_path, form, options, message):
+    with pytest.raises(UserError, match=message):
+        compress.export(pico, tmp_path / "a", form, **options)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_type_of_dense_models_is_refused_for_codes(written, tmp_path):
+    source = written("gptq", RTN(weights="int4", group_size=32))
+    with pytest.raises(UserError, match="type F16 is for a dense model, but .* holds codes; leave type out"):
+        compress.export(source, tmp_path / "a", "gguf", type="F16")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.blockwise.quantized_embeddings import quantized_embeddings
+from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
@@ -23,7 +23,7 @@ from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
-from compress.numerics.dtypes import dtype_name
+from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
@@ -85,21 +85,23 @@ def export(
 
     dtype: of dense tensors; 'auto': that of the checkpoint. type: only for `gguf` and a checkpoint without compressed
     layers: number type of all matrices: F32, F16, BF16 or Q8_0; 'auto': that of `dtype`. Returns a line for each kind
-    of layer that is rounded.
+    of layer that is rounded, and with Q8_0 for each that stays dense because its width is no multiple of the block.
 
-    Raises TargetError for a layer that the format cannot store without rounding, with the formats that can; UserError
-    for an unknown format or type; and the errors of `compress.load` and `compress.save`.
+    Raises TargetError for a layer that the format cannot store without rounding, with the formats that can, and for
+    weights outside of the range of `type`; UserError for an unknown format or type; and the errors of `compress.load`
+    and `compress.save`.
     """
     if format not in FORMATS:
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
     dtype = _dtype_of(type, dtype, format)
     check_new_folder(Path(out))
-    model, tokenizer = load(folder, dtype, "cpu", trust_remote_code)
-    storage = next(model.parameters()).dtype
+    # a type is that of matrices: vectors keep the precision of the checkpoint
+    model, tokenizer = load(folder, dtype if type == "auto" else "auto", "cpu", trust_remote_code)
+    storage = next(model.parameters()).dtype if dtype == "auto" else DTYPES[dtype]
     form = FORMATS[format].stored_in(storage)
     ends = {"embedding": "auto", "head": "auto"}
     if form.ends_typed:
-        _store_dense(model, storage)
+        _store_dense(model)
     is_coded = bool(coded_layers(model))
     if is_coded:
         if type != "auto":
@@ -112,12 +114,21 @@ def export(
         )
     else:
         ends = dict.fromkeys(ends, DENSE_TYPES[type][1])
+        _check_range(model, storage)
         exported = _round_all(model, form, storage) if type == ROUNDED_TYPE else []
     form = form.configured(**ends) if form.ends_typed else form
-    exported += rounded_ends(OpenModel.in_memory(model, tokenizer), Run(torch.device("cpu"), storage, format=form))
+    opened = OpenModel.in_memory(model, tokenizer)
+    rounded = rounded_ends(opened, Run(torch.device("cpu"), storage, format=form))
+    rounded_names = {line.name for line in rounded}
+    exported += rounded
+    if type == ROUNDED_TYPE:
+        embeddings = embeddings_of(opened)
+        names = [name.removesuffix(".weight") for name in embeddings.weights]
+        text = _dense_text(embeddings.config.hidden_size)
+        exported += [Exported(name, "dense", text, 1, 0.0) for name in names if name not in rounded_names]
     save(model, out, format, tokenizer, dtype, embedding=ends["embedding"], head=ends["head"])
     if not is_coded:
-        _compare_dense(model, Path(out), {line.name for line in exported})
+        _compare_dense(model, Path(out), storage, rounded_names | set(coded_layers(model)))
     schemes = [layer.scheme for layer in coded_layers(model).values()]
     programs = form.programs_run(schemes) if schemes else []
     write_export_card(Path(out), str(folder), format, table_rows(exported), programs)
@@ -137,49 +148,72 @@ def _dtype_of(type: str, dtype: str, format: str) -> str:
     return typed or dtype
 
 
-def _store_dense(model: PreTrainedModel, storage: torch.dtype) -> None:
+def _store_dense(model: PreTrainedModel) -> None:
     """Replace packed sparse weights by dense ones with zeros in place."""
     for layer in coded_layers(model).values():
         if len(layer.all_parts) == 1 and not layer.scheme.quantized and layer.scheme.maps_inputs is None:
-            layer.put(layer.weight_as(storage), layer.mask)
+            layer.put(layer.weight, layer.mask)
 
 
-def _compare_dense(model: PreTrainedModel, out: Path, rounded_names: Set[str]) -> None:
+def _dense_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters of a model by name, with the weights of layers that passes have left dense."""
+    tensors = {name: tensor for name, tensor in model.named_parameters() if ".parts." not in name}
+    layers = compressed_layers(model).items()
+    return tensors | {f"{name}.weight": layer.weight for name, layer in layers if layer.scheme.plain}
+
+
+def _check_range(model: PreTrainedModel, storage: torch.dtype) -> None:
+    """Raise TargetError for a finite weight that `storage` cannot represent."""
+    for name, tensor in _dense_weights(model).items():
+        if tensor.ndim > 1 and bool((tensor.isfinite() & ~tensor.to(storage).isfinite()).any()):
+            raise TargetError(
+                f"export: {name} has values outside of the range of {dtype_name(storage)}; use type BF16 or F32"
+            )
+
+
+def _compare_dense(model: PreTrainedModel, out: Path, storage: torch.dtype, rounded_names: Set[str]) -> None:
     """Reload a dense checkpoint, and compare all tensors that were not rounded. Raises VerificationError."""
-    dtype = next(model.parameters()).dtype
-    loaded, _ = load(out, dtype_name(dtype))
-    tensors = dict(loaded.named_parameters())
-    for name, tensor in model.named_parameters():
-        if name.removesuffix(".weight") in rounded_names or name not in tensors:
+    loaded, _ = load(out, dtype_name(storage))
+    stored = dict(loaded.named_parameters(remove_duplicate=False))
+    for name, tensor in _dense_weights(model).items():
+        if name.removesuffix(".weight") in rounded_names:
             continue
-        stored, expected = tensors[name].float(), tensor.float()
-        # norms that are stored with 1 added lose the last bits of small numbers
-        equal = (
-            torch.allclose(stored, expected, rtol=0, atol=1e-6) if tensor.ndim == 1 else torch.equal(stored, expected)
-        )
-        if not equal:
+        expected = tensor.to(storage)
+        if tensor.ndim == 1:  # norms that are stored with 1 added lose the last bits of small numbers
+            rtol = torch.finfo(storage).eps
+            is_equal = name in stored and torch.allclose(stored[name].float(), expected.float(), rtol, atol=1e-6)
+        else:
+            is_equal = name in stored and torch.equal(stored[name], expected)
+        if not is_equal:
             raise VerificationError(f"{out}: {name} differs after reloading")
+
+
+def _dense_text(width: int) -> str:
+    """Return the scheme in the line of a layer that `ROUNDED_TYPE` cannot hold."""
+    size = BLOCK_TYPES[ROUNDED_TYPE].size
+    return f"dense ({width} inputs are no multiple of {size})" if width % size else "dense"
 
 
 def _round_all(model: PreTrainedModel, form: Format, storage: torch.dtype) -> list[Exported]:
     """Round all linears of the blocks of a dense model to `ROUNDED_TYPE` in place, where their width allows it."""
     scheme, scales = BLOCK_TYPES[ROUNDED_TYPE].scheme(), form.scales_in(storage)
-    errors: dict[str, _Error] = {}
+    errors: dict[tuple[str, str], _Error] = {}
     for name in OpenModel.in_memory(model, None).linear_names():
         layer = CompressedLinear.of(model.get_submodule(name))
         if form.refuses(LayerScheme(layer.shape, (scheme,))) is not None:
+            errors.setdefault((kind_of(name), _dense_text(layer.shape[1])), _Error()).count += 1
             continue
         weight, mask = layer.weight_as(torch.float32), layer.mask
         layer.put(quantize(weight, scheme.grid, scheme.group_size, scheme.symmetric, mask=mask, dtype=scales), mask)
         layer.change_parts(lambda part: part.in_storage(scales))
         model.set_submodule(name, layer)
-        error = errors.setdefault(kind_of(name), _Error())
+        error = errors.setdefault((kind_of(name), scheme.text), _Error())
         error.difference += float((layer.weight_as(torch.float32) - weight).double().square().sum())
         error.norm += float(weight.double().square().sum())
         error.count += 1
     return [
-        Exported(name, "dense", scheme.text, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
-        for name, error in errors.items()
+        Exported(name, "dense", text, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
+        for (name, text), error in errors.items()
     ]
 
 

@@ -23,6 +23,7 @@ from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.models.computation import widened_from
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
@@ -103,6 +104,12 @@ def export(
     if form.ends_typed:
         _store_dense(model)
     is_coded = bool(coded_layers(model))
+    if form.ends_typed and not is_coded and (narrow := widened_from(model)) is not None:
+        # loaded for computation in float32, which an export does not need: load it as it is stored
+        model, tokenizer = load(folder, dtype_name(narrow), "cpu", trust_remote_code)
+        _store_dense(model)
+        storage = narrow if dtype == "auto" else storage
+        form = FORMATS[format].stored_in(storage)
     if is_coded:
         if type != "auto":
             raise UserError(f"export: type {type} is for a dense model, but {folder} holds codes; leave type out")

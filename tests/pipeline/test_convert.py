@@ -325,6 +325,16 @@ def test_a_pruned_model_is_written_dense_with_its_zeros(pico, tmp_path, form, ki
         assert kind == "Q8_0" or torch.equal(before[name], after[name]), name
 
 
+@pytest.mark.parametrize(("kind", "matrices"), [("auto", "BF16"), ("Q8_0", "Q8_0")])
+def test_a_pruned_bfloat16_model_is_written_on_any_processor(pico, tmp_path, kind, matrices):
+    model = AutoModelForCausalLM.from_pretrained(pico, dtype=torch.bfloat16)
+    model = compress.apply(model, [compress.Magnitude(pattern="2:4")])
+    compress.save(model, tmp_path / "pruned", "native", AutoTokenizer.from_pretrained(pico))
+    lines = compress.export(tmp_path / "pruned", tmp_path / "a", "gguf", type=kind)
+    assert set(types_of(tmp_path / "a").values()) == {matrices, "F32"}
+    assert ("model.embed_tokens" in {line.name for line in lines}) is (kind == "Q8_0")
+
+
 def test_a_narrowed_model_is_written_as_gguf(pico, tmp_path):
     step = compress.Narrow(ffn=1 / 3, importance="weight", repair="none")
     model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [step], torch.arange(64).view(2, 32))

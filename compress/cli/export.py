@@ -25,18 +25,24 @@ from compress.recipe.tables import ResultTable
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder, new or empty.")
 @click.option("--requantize", is_flag=True, help="Round weights again where the format cannot store their codes.")
 @click.option("--dtype", default="auto", help="Dtype of dense tensors; auto: that of the checkpoint.")
+@click.option(
+    "--type",
+    default="auto",
+    help="With --format gguf and a dense or pruned model: F32, F16, BF16 or Q8_0; auto: that of --dtype.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_json: bool) -> None:
-    """Write the compressed checkpoint in FOLDER in another format, without calibration.
+def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, type: str, as_json: bool) -> None:
+    """Write the checkpoint in FOLDER in another format, without calibration.
 
     Codes stay as they are, bit for bit; a format that cannot store them is refused unless --requantize is given.
+    Format gguf also takes dense and pruned models.
     """
     with without_collection():
         from compress.pipeline.convert import export as convert  # slow: imports torch, which --help does not need
         from compress.pipeline.progress import Waiting
 
-    with Waiting(f"converting {folder} to {out}") as waiting:
-        kinds = convert(folder, out, form, requantize, dtype, progress=waiting.count)
+    with Waiting(f"converting {folder} to {out}"):
+        kinds = convert(folder, out, form, requantize, dtype, type=type)
     if as_json:
         print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds]})
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,23 +11,35 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.blockwise.quantized_embeddings import quantized_embeddings
+from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
+from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import compressed_layers
-from compress.errors import TargetError, UserError, did_you_mean
+from compress.errors import TargetError, UserError, VerificationError, did_you_mean
 from compress.layers.linear import CompressedLinear, kind_of
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.models.computation import widened_from
+from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.passes.contract.context import Run
 from compress.pipeline.export import check_new_folder, save
 from compress.report.card import write_export_card
 
+ROUNDED_TYPE = "Q8_0"
+DENSE_TYPES: Mapping[str, tuple[str | None, str]] = {
+    "auto": (None, "dense"),
+    "F32": ("float32", "dense"),
+    "F16": ("float16", "dense"),
+    "BF16": ("bfloat16", "dense"),
+    ROUNDED_TYPE: (None, ROUNDED_TYPE),
+}
+"""Number types of files for dense models: the dtype of dense tensors, and the type of the embedding and the LM head."""
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 OUTLIER = 6.0  # LLM.int8: the threshold of outliers, for formats whose readers always round the inputs of int8 weights
 
@@ -62,36 +74,171 @@ def export(
     requantize: bool = False,
     dtype: str = "auto",
     trust_remote_code: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    type: str = "auto",
 ) -> list[Exported]:
-    """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
+    """Write the checkpoint in `folder` in another format to the new folder `out`, without calibration.
 
     Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight, but for
     scales that a format stores in a fixed dtype, such as float16, and that are rounded to it; groups that the
     format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
     store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
-    dtype: of dense tensors; 'auto': that of the checkpoint. progress: is called with (number of converted layers,
-    number of layers). Returns a line for each kind of layer that is rounded.
+    A checkpoint without compressed layers, dense or pruned, is written by formats that hold whole models (`gguf`).
 
-    Raises TargetError for a layer that the format cannot store without rounding, with the formats that can; UserError
-    for an unknown format; and the errors of `compress.load` and `compress.save`.
+    dtype: of dense tensors; 'auto': that of the checkpoint. type: only for `gguf` and a checkpoint without compressed
+    layers: number type of all matrices: F32, F16, BF16 or Q8_0; 'auto': that of `dtype`. Returns a line for each kind
+    of layer that is rounded, and with Q8_0 for each that stays dense because its width is no multiple of the block.
+
+    Raises TargetError for a layer that the format cannot store without rounding, with the formats that can, and for
+    weights outside of the range of `type`; UserError for an unknown format or type; and the errors of `compress.load`
+    and `compress.save`.
     """
     if format not in FORMATS:
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
+    dtype = _dtype_of(type, dtype, format)
     check_new_folder(Path(out))
-    model, tokenizer = load(folder, dtype, "cpu", trust_remote_code)
-    storage = next(model.parameters()).dtype
-    form = FORMATS[format].stored_in(storage)
+    # a type is that of matrices: vectors keep the precision of the checkpoint
+    model, tokenizer = load(folder, dtype if type == "auto" else "auto", "cpu", trust_remote_code)
+    form = FORMATS[format]
+    if form.ends_typed:
+        _store_dense(model)
     if not coded_layers(model):
-        raise TargetError(
-            f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
-        )
-    exported = convert(model, Conversion(form, requantize), storage, progress)
+        if not form.ends_typed:
+            raise TargetError(
+                f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize, "
+                "or use format: gguf, which stores dense models too"
+            )
+        if (narrow := widened_from(model)) is not None:  # loaded for computation in float32: load it as it is stored
+            model, tokenizer = load(folder, dtype_name(narrow), "cpu", trust_remote_code)
+            _store_dense(model)
+        return _export_dense(OpenModel.in_memory(model, tokenizer), str(folder), Path(out), form, type, dtype)
+    if type != "auto":
+        raise UserError(f"export: type {type} is for a dense model, but {folder} holds codes; leave type out")
+    storage = next(model.parameters()).dtype if dtype == "auto" else DTYPES[dtype]
+    form = form.stored_in(storage)
+    exported = convert(model, Conversion(form, requantize), storage)
     exported += rounded_ends(OpenModel.in_memory(model, tokenizer), Run(torch.device("cpu"), storage, format=form))
     save(model, out, format, tokenizer, dtype)
     programs = form.programs_run([layer.scheme for layer in coded_layers(model).values()])
     write_export_card(Path(out), str(folder), format, table_rows(exported), programs)
     return exported
+
+
+def _export_dense(opened: OpenModel, source: str, out: Path, form: Format, type: str, dtype: str) -> list[Exported]:
+    """Write a model without compressed layers in a format that holds dense models, and compare the file with it.
+
+    Args:
+        opened: the model, as it is stored.
+        source: its folder, for the card.
+        out: the new folder.
+        form: the format.
+        type: a key of `DENSE_TYPES`.
+        dtype: of dense tensors; 'auto': that of the model.
+
+    Returns:
+        As `export`.
+    """
+    model = opened.model
+    storage = next(model.parameters()).dtype if dtype == "auto" else DTYPES[dtype]
+    end_type = DENSE_TYPES[type][1]
+    form = form.stored_in(storage).configured(embedding=end_type, head=end_type)
+    _check_range(model, storage)
+    exported = _round_all(model, form, storage) if type == ROUNDED_TYPE else []
+    rounded = rounded_ends(opened, Run(torch.device("cpu"), storage, format=form))
+    rounded_names = {line.name for line in rounded}
+    exported += rounded
+    if type == ROUNDED_TYPE:
+        embeddings = embeddings_of(opened)
+        names = [name.removesuffix(".weight") for name in embeddings.weights]
+        text = _dense_text(embeddings.config.hidden_size)
+        exported += [Exported(name, "dense", text, 1, 0.0) for name in names if name not in rounded_names]
+    save(model, out, form.name, opened.tokenizer, dtype, embedding=end_type, head=end_type)
+    layers = coded_layers(model)
+    _compare_dense(model, out, storage, rounded_names | set(layers))
+    programs = form.programs_run([layer.scheme for layer in layers.values()]) if layers else []
+    write_export_card(out, source, form.name, table_rows(exported), programs)
+    return exported
+
+
+def _dtype_of(type: str, dtype: str, format: str) -> str:
+    """Return the dtype of dense tensors for a number type. Raises UserError for one that cannot be written."""
+    if type not in DENSE_TYPES:
+        choices = ", ".join(DENSE_TYPES)
+        raise UserError(f"export: type {type!r} is not written for dense models; use one of {choices}")
+    if type != "auto" and not FORMATS[format].ends_typed:
+        raise UserError(f"export: type {type} is for format gguf; format {format} has dtype: float16 and others")
+    typed = DENSE_TYPES[type][0]
+    if typed is not None and dtype not in ("auto", typed):
+        raise UserError(f"export: type {type} and dtype {dtype} contradict each other; leave one of them out")
+    return typed or dtype
+
+
+def _store_dense(model: PreTrainedModel) -> None:
+    """Replace packed sparse weights by dense ones with zeros in place."""
+    for layer in coded_layers(model).values():
+        if len(layer.all_parts) == 1 and not layer.scheme.quantized and layer.scheme.maps_inputs is None:
+            layer.put(layer.weight, layer.mask)
+
+
+def _dense_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters of a model by name, with the weights of layers that passes have left dense."""
+    tensors = {name: tensor for name, tensor in model.named_parameters() if ".parts." not in name}
+    layers = compressed_layers(model).items()
+    return tensors | {f"{name}.weight": layer.weight for name, layer in layers if layer.scheme.plain}
+
+
+def _check_range(model: PreTrainedModel, storage: torch.dtype) -> None:
+    """Raise TargetError for a finite weight that `storage` cannot represent."""
+    for name, tensor in _dense_weights(model).items():
+        if tensor.ndim > 1 and bool((tensor.isfinite() & ~tensor.to(storage).isfinite()).any()):
+            raise TargetError(
+                f"export: {name} has values outside of the range of {dtype_name(storage)}; use type BF16 or F32"
+            )
+
+
+def _compare_dense(model: PreTrainedModel, out: Path, storage: torch.dtype, rounded_names: Set[str]) -> None:
+    """Reload a dense checkpoint, and compare all tensors that were not rounded. Raises VerificationError."""
+    loaded, _ = load(out, dtype_name(storage))
+    stored = dict(loaded.named_parameters(remove_duplicate=False))
+    for name, tensor in _dense_weights(model).items():
+        if name.removesuffix(".weight") in rounded_names:
+            continue
+        expected = tensor.to(storage)
+        if tensor.ndim == 1:  # norms that are stored with 1 added lose the last bits of small numbers
+            rtol = torch.finfo(storage).eps
+            is_equal = name in stored and torch.allclose(stored[name].float(), expected.float(), rtol, atol=1e-6)
+        else:
+            is_equal = name in stored and torch.equal(stored[name], expected)
+        if not is_equal:
+            raise VerificationError(f"{out}: {name} differs after reloading")
+
+
+def _dense_text(width: int) -> str:
+    """Return the scheme in the line of a layer that `ROUNDED_TYPE` cannot hold."""
+    size = BLOCK_TYPES[ROUNDED_TYPE].size
+    return f"dense ({width} inputs are no multiple of {size})" if width % size else "dense"
+
+
+def _round_all(model: PreTrainedModel, form: Format, storage: torch.dtype) -> list[Exported]:
+    """Round all linears of the blocks of a dense model to `ROUNDED_TYPE` in place, where their width allows it."""
+    scheme, scales = BLOCK_TYPES[ROUNDED_TYPE].scheme(), form.scales_in(storage)
+    errors: dict[tuple[str, str], _Error] = {}
+    for name in OpenModel.in_memory(model, None).linear_names():
+        layer = CompressedLinear.of(model.get_submodule(name))
+        if form.refuses(LayerScheme(layer.shape, (scheme,))) is not None:
+            errors.setdefault((kind_of(name), _dense_text(layer.shape[1])), _Error()).count += 1
+            continue
+        weight, mask = layer.weight_as(torch.float32), layer.mask
+        layer.put(quantize(weight, scheme.grid, scheme.group_size, scheme.symmetric, mask=mask, dtype=scales), mask)
+        layer.change_parts(lambda part: part.in_storage(scales))
+        model.set_submodule(name, layer)
+        error = errors.setdefault((kind_of(name), scheme.text), _Error())
+        error.difference += float((layer.weight_as(torch.float32) - weight).double().square().sum())
+        error.norm += float(weight.double().square().sum())
+        error.count += 1
+    return [
+        Exported(name, "dense", text, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
+        for (name, text), error in errors.items()
+    ]
 
 
 def coded_layers(model: nn.Module) -> dict[str, CompressedLinear]:
@@ -104,15 +251,10 @@ def table_rows(exported: Sequence[Exported]) -> list[tuple[str, str, str, int, f
     return [(line.name, line.before, line.after, line.count, line.error) for line in exported]
 
 
-def convert(
-    model: PreTrainedModel,
-    conversion: Conversion,
-    storage: torch.dtype,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Exported]:
+def convert(model: PreTrainedModel, conversion: Conversion, storage: torch.dtype) -> list[Exported]:
     """Convert the layers of a model in place to schemes that a format stores; returns their kinds.
 
-    storage: the dtype of scales, unless the format fixes theirs. progress: as of `export`.
+    storage: the dtype of scales, unless the format fixes theirs.
 
     Raises TargetError for a layer that the format cannot store.
     """
@@ -121,10 +263,8 @@ def convert(
         _without_constant_zeros(layer)
     targets = conversion.targets({name: layer.scheme for name, layer in layers.items()})
     errors: dict[tuple[str, str, str], _Error] = {}
-    for count, (name, layer) in enumerate(layers.items(), 1):
+    for name, layer in layers.items():
         conversion.convert(name, layer, targets[name], storage, errors)
-        if progress is not None:
-            progress(count, len(layers))
     return [
         Exported(name, old_scheme, new_scheme, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
         for (name, old_scheme, new_scheme), error in errors.items()

@@ -222,8 +222,9 @@ def write_export_card(
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escaped(Path(source).name)}, as {form}",
-        f"{converted}The compressed layers were read back and compared before this card was written.",
-        f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}",
+        f"{converted}{'The compressed layers' if rows else 'All tensors'} were read back and compared before this card "
+        "was written.",
+        *([f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}"] if rows else []),
         '## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n' + other_readers,
     ]
     write_text(folder / FILE, "\n\n".join(parts).rstrip() + "\n")

@@ -161,10 +161,10 @@ def _floats() -> Iterator[Case]:
         ("mxfp4", {"weights": "mxfp4"}, OF_BFLOAT16, True),
         ("nvfp4", {"weights": "nvfp4"}, OF_BFLOAT16, True),
         ("mxfp8", {"weights": "mxfp8"}, OF_BFLOAT16, False),
-        ("mxfp4, mxfp4 inputs", {"weights": "mxfp4", "activations": "mxfp4"}, OF_INPUTS, True),
-        ("mxfp8, mxfp8 inputs", {"weights": "mxfp8", "activations": "mxfp8"}, OF_INPUTS, False),
+        ("mxfp4 with mxfp4 inputs", {"weights": "mxfp4", "activations": "mxfp4"}, OF_INPUTS, True),
+        ("mxfp8 with mxfp8 inputs", {"weights": "mxfp8", "activations": "mxfp8"}, OF_INPUTS, False),
         (
-            "nvfp4, nvfp4 inputs",
+            "nvfp4 with nvfp4 inputs",
             {"weights": "nvfp4", "activations": "nvfp4", "activation_scale": "static"},
             OF_FOUR_BIT_INPUTS,
             True,

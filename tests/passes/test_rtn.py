@@ -181,7 +181,7 @@ def test_a_grid_may_be_given_itself():
             {"weights": "nvfp4", "group_size": "channel"},
             "group_size channel: nvfp4 has one scale for 16 columns",
         ),
-        ({"activations": "int3"}, "input should be 'none', 'int8', 'fp8_e4m3', 'int4', 'mxfp4' or 'nvfp4'"),
+        ({"activations": "int3"}, "input should be 'none', 'int8', 'fp8_e4m3', 'int4', 'mxfp4', 'nvfp4' or 'mxfp8'"),
         ({"bits": 4}, "unknown option"),
         ({"targets": "re:("}, "'re:\\(' is not a regular expression"),
     ],

@@ -173,7 +173,11 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
         ),
         (GPTQ(act_order="group"), {}, "use act_order: static, or format: native"),
         (RTN(symmetric=False, group_size="tensor"), {}, "use group_size: channel, or symmetric: true"),
-        (RTN(activations="fp8_e4m3"), {}, "use int8, or format: native"),
+        (
+            RTN(weights="int8", activations="fp8_e4m3"),
+            {},
+            "cannot be combined with these integer weights; use int8 .*native",
+        ),
         (RTN(activations="int8"), {"format": "dense"}, "cannot state that activations are rounded; use format"),
     ],
 )

@@ -70,6 +70,7 @@ def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, ma
     assert actual.targets is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tile", [(16, 1, 16, 16), (64, 2, 32, 16), (32, 1, 16, 128)])
 def test_other_tiles_and_all_columns_of_a_call(tile, monkeypatch):
     monkeypatch.setattr(gpu_columns, "TILE", gpu_columns.ColumnTile(*tile))
@@ -151,6 +152,7 @@ def test_tensors_that_are_not_contiguous_and_none_at_all():
     assert [item.shape for item in empty] == [(0, 3)] * 3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("group", "order", "regroup"), GROUPS)
 def test_gptq_and_its_refinement_are_those_of_plain_torch(plain, symmetric, group, order, regroup):

@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-import compress.checkpoint.formats.gguf as writer
 from compress.cli import main
 from compress.errors import ModelError, OutputError, TargetError, UserError, VerificationError
 from compress.layers.linear import CompressedLinear
 from compress.passes.quantize.llm_int8 import LLMInt8
 from compress.passes.quantize.rtn import RTN
+from compress.pipeline import convert
 
 
 @pytest.fixture(scope="module")
@@ -275,13 +275,16 @@ def test_weights_outside_of_the_range_of_float16_are_refused(pico, tmp_path):
 
 @pytest.mark.parametrize("end", ["1.post_attention_layernorm.weight", "layers.2.mlp.down_proj.weight"])
 def test_a_tensor_that_reads_back_differently_is_an_error(pico, end, tmp_path, monkeypatch):
-    read = writer._read
+    opened = convert.load
 
-    def damaged(path, name, heads, shift):
-        tensor = read(path, name, heads, shift)
-        return tensor * 1.5 if name.endswith(end) else tensor
+    def damaged(folder, *options):
+        model, tokenizer = opened(folder, *options)
+        if folder == tmp_path / "a":
+            (weight,) = (weight for name, weight in model.named_parameters() if name.endswith(end))
+            weight.mul_(1.5)
+        return model, tokenizer
 
-    monkeypatch.setattr(writer, "_read", damaged)
+    monkeypatch.setattr(convert, "load", damaged)
     with pytest.raises(VerificationError, match=f"{end} differs after reloading"):
         compress.export(pico, tmp_path / "a", "gguf", type="F16")
 

@@ -233,7 +233,7 @@ def test_the_command_says_that_nothing_was_run_and_refuses_options_of_runs(pico,
     assert done.exit_code == 0, done.output
     assert "nothing was verified by running the model" in done.output and "embedding" in done.output
     shown = CliRunner().invoke(main, [*arguments[:-1], str(tmp_path / "json"), "--json"])
-    assert json.loads(shown.output)["tensor_bytes"] == sum(t.nbytes for t in tensors_in(tmp_path / "out").values())
+    assert json.loads(shown.stdout)["tensor_bytes"] == sum(t.nbytes for t in tensors_in(tmp_path / "out").values())
     for extra in (
         ["--eval", "none"],
         ["--set", "seed=1"],

@@ -168,7 +168,9 @@ def test_a_recipe_that_could_not_be_read_again_is_not_run(recipe, tmp_path):
     class Local(Sourceless):
         """Of a function."""
 
-    with pytest.raises(RecipeError, match=r"recipe.yaml of this run could not be read again: .*put it into a file"):
+    with pytest.raises(
+        RecipeError, match=r"recipe.yaml of this run could not be read again: .*put it into a separate file"
+    ):
         compress.run(recipe(Local()), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

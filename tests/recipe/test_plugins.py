@@ -156,7 +156,10 @@ def test_a_class_of_an_importable_module(module, folder):
         ("a_module_of_mine:LayerPass", r"LayerPass does not define solve"),
         ("no_module_of_this_name:Thing", r"must be importable .* importing it raises ModuleNotFoundError"),
         ("a module:Thing", r"is not module:Class, such as my_package.my_pass:MyPass"),
-        ("__main__:Thing", r"a class of a script, a notebook or a function cannot be read again; put it into a file"),
+        (
+            "__main__:Thing",
+            r"a class of a script, a notebook or a function cannot be read again; put it into a separate file",
+        ),
     ],
 )
 def test_keys_that_are_no_classes_of_passes(key, message, module):

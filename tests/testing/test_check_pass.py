@@ -146,5 +146,5 @@ def test_a_class_that_no_recipe_could_name():
     class Local(Halved):
         """Of a function."""
 
-    with pytest.raises(RecipeError, match="put it into a file of its own"):
+    with pytest.raises(RecipeError, match="put it into a separate file"):
         check_pass(Local)

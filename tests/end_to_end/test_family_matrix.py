@@ -49,7 +49,7 @@ def test_what_once_crashed_works(family, key, tmp_path):
     assert Family(family, tmp_path / family).cell(key).code == WORKS
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=11)
 @pytest.mark.parametrize("family", STRUCTURES)
 def test_every_sixth_pass_on_a_family_is_as_the_document_says(family, stated, tmp_path):
     """The first family starts with the first pass, the next one with the second; `families.py` tries all cells."""

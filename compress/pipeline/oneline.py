@@ -49,6 +49,8 @@ def quantize(
 ) -> Result:
     """Quantize a model by a scheme: a tested chain of passes.
 
+    The model samples half of the calibration text; `calibration.self_share: 0` among the settings turns this off.
+
     Args:
         model: Hub id, local folder or .gguf file.
         scheme: A name of `compress schemes`, such as 'W4A16'.
@@ -78,7 +80,7 @@ def prune(
     settings: Mapping[str, Any] | None = None,
     **options: Unpack[RunOptions],
 ) -> Result:
-    """Prune a model, and store it as plain weights with zeros.
+    """Prune a model, and store it as plain weights with zeros. Its calibration text is that of `quantize`.
 
     Args:
         model: Hub id, local folder or .gguf file.

@@ -257,8 +257,8 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
     free = available_bytes(device)
     if needed <= free:
         return None
-    taken, left = megabytes(needed), megabytes(free)
-    return f"the dense model with its checkpoint takes {taken} MB of memory, {left} MB are available"
+    needed_mb, free_mb = megabytes(needed), megabytes(free)
+    return f"the dense model with its checkpoint takes {needed_mb} MB of memory, {free_mb} MB are available"
 
 
 def transformers_model(

@@ -9,6 +9,7 @@ from compress.checkpoint.load import load
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract import observers
 from compress.passes.contract.observers import Gram
 from compress.passes.contract.options import OptionError
 from compress.passes.quantize.gptq import GPTQ
@@ -64,6 +65,26 @@ def test_by_hand_with_one_column_that_stays(layer_of):
     first = codes.dense(torch.float32)[:, 0]
     wanted = weight[:, 1] + (weight[:, 0] - first) * 0.4
     torch.testing.assert_close(outliers.values[:, 0].float(), wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("refine", [0, 2])
+def test_one_factorization_serves_the_sweep_and_the_fits(layer_of, refine, monkeypatch):
+    weight, _, seen = problem()
+    factored = []
+    inverse_factor = observers.inverse_factor
+    monkeypatch.setattr(observers, "inverse_factor", lambda *a: factored.append(1) or inverse_factor(*a))
+    OWQ(**OPTIONS, refine=refine).solve(weight, seen, layer_of())
+    assert len(factored) == 1
+
+
+def test_refinement_lowers_the_error(layer_of):
+    for seed in (0, 10, 20):
+        weight, inputs, seen = problem(seed=seed)
+        error = [
+            float(((dense(OWQ(**OPTIONS, refine=rounds).solve(weight, seen, layer_of())) - weight) @ inputs.T).norm())
+            for rounds in (0, 1, 3)
+        ]
+        assert error[1] < error[0] and error[2] <= 1.001 * error[1]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -26,6 +26,9 @@ from compress.layers.parts.codes import check_index
 from compress.numerics.quant.grids import Grid
 from compress.numerics.quant.inputs import outlier_columns, round_in_groups, round_inputs
 
+InputScale = Literal["token", "group", "static", "local"]
+"""Where the scales of inputs come from; see `RoundingScheme`."""
+
 
 @dataclass(frozen=True)
 class RoundingScheme(TransformScheme):
@@ -50,7 +53,7 @@ class RoundingScheme(TransformScheme):
     readers: ClassVar[Mapping[str, Any]] = {"grid": read_grid}
 
     grid: Grid
-    scale: Literal["token", "group", "static", "local"] = "token"
+    scale: InputScale = "token"
     threshold: float | None = None
     columns: bool = False
     symmetric: bool = True

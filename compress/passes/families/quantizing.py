@@ -16,7 +16,7 @@ from compress.errors import NumericError
 from compress.layers.base import WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
-from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.layers.transforms.rounding import InputRounding, InputScale, RoundingScheme
 from compress.models.structure.select import ModuleNames
 from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
@@ -184,7 +184,7 @@ class Quantizing(WeightGrid):
         """The scheme of the inputs' rounding; None: inputs are not rounded."""
         if self.input_grid is None:
             return None
-        kind: Literal["token", "group", "static", "local"] = self.activation_scale
+        kind: InputScale = self.activation_scale
         if self.input_grid.group_size is not None:
             kind = "local" if kind == "static" else "group"
         return RoundingScheme(self.input_grid, kind, group=self.input_group, clip=self.activation_clip)

@@ -96,7 +96,7 @@ class OWQ(CompensatingPass, QuantizingPass):
         if self.scale == "importance":
             options = replace(options, importance=importance_of(factor, order))
         codes = round_columns(weight, factor, options, mask, order).codes
-        hessian = statistics.damped(self.regularization)
+        hessian = statistics.damped(self.regularization, order)
         values = self._fit(weight - codes.dense(), hessian, chosen, layer)
         for _ in range(self.refine):
             remaining = weight.index_add(1, chosen, values, alpha=-1)
@@ -109,17 +109,17 @@ class OWQ(CompensatingPass, QuantizingPass):
         self,
         difference: Float[Tensor, "out in"],
         hessian: Float[Tensor, "in in"],
-        chosen: Int[Tensor, " n"],
+        columns: Int[Tensor, " n"],
         layer: Layer,
     ) -> Float[Tensor, "out n"]:
         """Return the outlier columns V that minimize (D - V) H (D - V)^T of each row of the difference D = W - Q."""
         # V = D_o + D_r H_ro inv(H_oo) = D H_:o inv(H_oo), with D = [D_r, D_o]
-        right = hessian[chosen] @ difference.T
-        solution, is_solved = solve_positive(hessian[chosen][:, chosen], right)
+        rows = hessian[columns]
+        solution, is_solved = solve_positive(rows[:, columns], rows @ difference.T)
         if not bool(is_solved):
             layer.log("fallback", "the outlier columns are not fitted: their Hessian is singular")
-        values = solution.T if bool(is_solved) else difference[:, chosen]
-        return values if layer.mask is None else values * layer.mask[:, chosen]
+        values = solution.T if bool(is_solved) else difference[:, columns]
+        return values if layer.mask is None else values * layer.mask[:, columns]
 
     def weak_columns(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Int[Tensor, " n"]:
         """Return the indices of the columns with the largest sensitivity, in ascending order."""

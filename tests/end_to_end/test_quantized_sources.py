@@ -5,6 +5,7 @@ import json
 import pytest
 import quantized_sources as sources
 import torch
+from batches import batch_of
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -14,6 +15,8 @@ from compress.checkpoint.opening import open_model
 from compress.cli import main
 from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear
+from compress.passes.contract.journal import Journal
+from compress.pipeline.reference import check_source
 from compress.pipeline.sources import open_start
 
 CASES = {
@@ -75,6 +78,15 @@ def test_the_source_is_compared_with_the_model_of_transformers(case, made, tmp_p
     assert not any("compared with those of transformers" in note for note in notes_of(result))
 
 
+def test_routers_that_are_undecided_in_16_bits_are_no_error(made):
+    """Sums in another order choose another expert for one of these tokens."""
+    asked = recipe(made("mxfp4")[0], {"rtn": {"group_size": 32}}).model_copy(update={"dtype": "bfloat16"})
+    opened, journal = open_start(asked, torch.device("cpu")), Journal()
+    ids = torch.randint(200, (48, 16), generator=torch.Generator().manual_seed(2))
+    check_source(opened, batch_of(ids), asked, 1 << 30, journal)
+    assert opened.dtype is torch.bfloat16 and not journal.entries
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_hold_the_dequantized_weights(case, made):
     folder, dense = made(case)
@@ -90,7 +102,7 @@ def test_blocks_hold_the_dequantized_weights(case, made):
             expert, _, leaf = full.rpartition(".")
             stacked = f"{expert.rpartition('.')[0]}.{leaf}"
             weight = dense[f"{full}.weight"] if stacked not in dense else dense[stacked][int(expert.rpartition(".")[2])]
-            assert torch.allclose(layer.weight, weight.to(layer.weight.dtype), rtol=2**-8, atol=0), full
+            assert torch.allclose(layer.weight, weight.to(layer.weight.dtype), rtol=2**-7, atol=0), full  # one step
             seen += 1
         opened.weights.release(block)
     assert seen >= 14
@@ -196,6 +208,7 @@ def test_the_base_of_comparison_is_the_dequantized_model(made, tmp_path):
     folder, dense = made("fp8 experts")
     evaluate = {"perplexity": ["embedded"], "windows": 2, "length": 32}
     asked = recipe(folder, {"rtn": {"weights": "int8", "group_size": "channel"}}, evaluate=evaluate)
+    asked = asked.model_copy(update={"dtype": "float32"})  # as below
     result = compress.run(asked, tmp_path / "out", progress=False)
     plain = tmp_path / "dense"
     tensors = sources.dense_tensors(sources.qwen3_moe(), plain)

@@ -151,7 +151,7 @@ def test_a_script_runs(name, script):
     check(script(name, RUNS[name]))
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=4)
 @pytest.mark.parametrize("name", SLOW)
 def test_a_script_of_several_processes_runs(name, script):
     check(script(name, SLOW[name]))

@@ -176,26 +176,26 @@ def test_it_changes_something_and_the_same_again_and_leaves_all_else_alone(key, 
     checks.check_apply(trial(key))
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(9, slow=18)
 @every_pass
 def test_its_facts_are_true_of_what_it_makes(key, trial):
     checks.check_facts(trial(key))
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=12)
 @every_pass
 def test_run_ships_the_weights_that_apply_makes(key, trial, tmp_path):
     checks.check_run(trial(key), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=12)
 @every_pass
 def test_what_is_not_targeted_stays_as_it_is(key, trial):
     has_outliers = trial(key).fresh is fresh  # a channel of the dense model
     checks.check_targets(replace(trial(key), fresh=fresh_with_outliers) if has_outliers else trial(key))
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(11, slow=22)
 @every_pass
 def test_what_was_pruned_before_stays_pruned(key, trial):
     """Exactly zero in the weight that is multiplied by, with zero points, too; or the pass may not come after pruning."""

@@ -49,16 +49,13 @@ def test_no_recipe_names_a_model_of_one_machine_and_no_two_are_the_same():
     assert [(a, b) for a, b in combinations(recipes, 2) if recipes[a] == recipes[b]] == []
 
 
-QUICK = {"demo"}  # the passes of all others run in the contract's tests
 CHANCE = {"qllm": (0.2, 1.05)}
 """Spread of the bits, and of the perplexity, where measured errors decide which channels are split and whether updates
 are kept: on these small layers they lie so near each other that sums in another order decide otherwise."""
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else pytest.mark.slow) for p in RECIPES],
-)
+@pytest.mark.few(1, slow=30)  # their passes run in the tests of the contract, too
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_it_runs_as_written_and_ships_what_its_baseline_says(path, tmp_path):
     recipe = on_pico(Recipe.from_yaml(path))
     result = compress.run(recipe, tmp_path)

@@ -98,11 +98,10 @@ def places(name):
 
 
 CASES = [(name, kind, at) for name in CHAINS for kind, at in places(name)]
-QUICK = {("pruned, trained, quantized", "segment", 0), ("pruned, trained, quantized", "block", 2)}
-MARKED = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize(("name", "kind", "at"), MARKED)
+@pytest.mark.few(2, slow=12)
+@pytest.mark.parametrize(("name", "kind", "at"), CASES)
 def test_a_killed_run_goes_on_after_the_last_segment(name, kind, at, never_stopped, stop, tmp_path, manifest_of):
     asked, wanted, said = never_stopped(name)
     out, worked = tmp_path / "killed", []

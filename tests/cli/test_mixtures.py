@@ -36,7 +36,7 @@ def mixture(tmp_path_factory):
     return folder
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3, slow=9)
 @pytest.mark.parametrize(("scheme", "family"), [(scheme, family) for family in FAMILIES for scheme in SCHEMES])
 def test_a_scheme_on_a_mixture_needs_no_option(scheme, family, mixture, texts, tmp_path):
     text = ["--calibration", texts["tiny"], "--eval", texts["tiny test"]]

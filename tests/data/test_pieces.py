@@ -194,7 +194,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.skipif(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 10**4, reason="ru_maxrss is not in KiB")
 @pytest.mark.parametrize("name", ["lines.txt", "line.txt", "rows.jsonl"])
 def test_two_sequences_of_a_large_text_take_little_memory(pico, tmp_path, name):

@@ -83,6 +83,7 @@ PASSES = {
 }
 
 
+@pytest.mark.few(4, slow=8)
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_packed_models_decode_the_same_tokens(name, rows, packed):

@@ -40,6 +40,7 @@ def ran(tmp_path_factory):
     return run
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_recipe_writes_it_and_says_that_its_owner_was_not_asked(case, ran):
     result = ran(case)
@@ -50,6 +51,7 @@ def test_a_recipe_writes_it_and_says_that_its_owner_was_not_asked(case, ran):
     assert config["quant_method"] == case.split()[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_model_of_another_recipe_that_keeps_its_codes(case, ran, tmp_path):
     source = ran(case).folder

@@ -132,7 +132,7 @@ def test_every_pass_is_tried():
     assert set(PASSES) <= set(WORKS) | set(REFUSED)
 
 
-@pytest.mark.few(16, slow=53)
+@pytest.mark.few(16, slow=32)
 @pytest.mark.parametrize("name", ["encoder", "spans", "classes", "tokens", "score"])
 @pytest.mark.parametrize("key", WORKS)
 def test_every_pass_works_on_every_kind(name, key, ids):

@@ -150,7 +150,7 @@ def zeros_on_disk(folder, model, full):
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(chains(), st.sampled_from(FAMILIES))
 def test_chains_of_passes_keep_the_mask(watched, recipe, one_block, chain, family):
     steps, save = chain

@@ -71,7 +71,7 @@ RUNS = {
 
 
 # gpt2: transposed layers, biases, a tied head
-@pytest.mark.few(4)
+@pytest.mark.few(4, slow=12)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(name, family, recipe, one_block, tmp_path):

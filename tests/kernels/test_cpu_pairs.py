@@ -39,6 +39,7 @@ def test_every_byte_stands_for_its_pair(chosen):
     )
 
 
+@pytest.mark.few(17, slow=17)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [0, 1, 3, 4, 8, 9, 40])
 def test_each_instruction_set_batch_and_group(chosen, batch, dtype):

@@ -135,6 +135,7 @@ def test_rounded_inputs_of_any_shape(rows, width, grid, group, symmetric, inputs
 OTHERS = [name for name in GRIDS if not name.startswith("int")] + ["int4_signed", "int3_k", "int6_k"]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("grid", OTHERS)
 def test_grids_that_are_no_integers(grid):
     kind = GRIDS[grid]
@@ -143,6 +144,7 @@ def test_grids_that_are_no_integers(grid):
         check(part, here(batch, part.shape[1], seed=1, dtype=dtype), None, here(20, seed=2, dtype=dtype))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("grid", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "nf4"])
 def test_all_numbers_of_a_grid(grid):
     """Every code times one equals torch's number, subnormal and infinite ones and NaN included."""
@@ -451,7 +453,8 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block
 
 
 @pytest.mark.parametrize(
-    "capability,names", [(89, SOME), *(pytest.param(item, CASES, marks=pytest.mark.slow) for item in SHARED_MEMORY)]
+    "capability,names",
+    [(89, SOME), *(pytest.param(item, CASES, marks=pytest.mark.exhaustive) for item in SHARED_MEMORY)],
 )
 def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     """Triton compiles them to machine code without a GPU, which the interpreter does not; they fit into its memory.

@@ -77,7 +77,7 @@ def test_an_error_is_the_last_line(tmp_path):
 COMMAND = "import sys; from compress.cli import main; sys.argv[1:] = {}; main()"
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize(
     "code",
     [

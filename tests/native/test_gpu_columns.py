@@ -50,7 +50,7 @@ def here(*shape, seed=0):
     return random(*shape, seed=seed).to(DEVICE)
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(ROWS, COUNTS, BITS, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, asked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
@@ -60,7 +60,7 @@ def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, mask
     assert torch.equal(state, original) and (actual.targets is None) != asked
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(ROWS, COUNTS, BITS, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, seed):
     state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
@@ -78,7 +78,7 @@ def test_other_tiles_and_all_columns_of_a_call(tile, monkeypatch):
     same(native.sweep(state, matrix, grid, keep, with_targets=True), expected(state, matrix, grid, keep))
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     st.sampled_from([1, 3, 33]),
     st.integers(1, 4),
@@ -152,7 +152,7 @@ def test_tensors_that_are_not_contiguous_and_none_at_all():
     assert [item.shape for item in empty] == [(0, 3)] * 3
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1, slow=2)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("group", "order", "regroup"), GROUPS)
 def test_gptq_and_its_refinement_are_those_of_plain_torch(plain, symmetric, group, order, regroup):
@@ -198,7 +198,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "capability,cases", [(89, CASES[2:]), *(pytest.param(item, CASES, marks=pytest.mark.slow) for item in (80, 89, 90))]
+    "capability,cases",
+    [(89, CASES[2:]), *(pytest.param(item, CASES, marks=pytest.mark.exhaustive) for item in (80, 89, 90))],
 )
 def test_the_programs_compile_for_gpus(capability, cases, tmp_path):
     """Triton compiles them to machine code without a GPU; hardly any register is spilled."""

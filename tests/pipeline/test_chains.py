@@ -59,7 +59,7 @@ def test_what_is_planned_runs(recipe, one_block, steps, save, family):
 
 
 @pytest.mark.slow
-@settings(same, max_examples=300)
+@settings(same, max_examples=100)
 @given(**draws)
 def test_what_is_planned_runs_in_many_chains(recipe, one_block, steps, save, family):
     holds(drawn(recipe, one_block, steps, save, family))

@@ -48,6 +48,7 @@ def weights(folder):
 INT4 = {"native", "compressed-tensors", "gptq", "awq", "dense"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("first", ["compressed-tensors", "gptq", "awq", "native"])
 def test_int4_moves_between_all_formats_that_hold_it_and_back(written, tmp_path, first, symmetric):

@@ -79,7 +79,7 @@ def failing(monkeypatch):
     return fail
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3, slow=6)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_a_disk_that_fails_at_any_write(share, number, asked, unbroken, failing, monkeypatch, tmp_path):

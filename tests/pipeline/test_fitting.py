@@ -88,6 +88,7 @@ MIXED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_a_limit_makes_the_group_of_inputs_smaller_and_changes_no_byte(name, mixture, tmp_path):
     asked = mixture(*MIXED[name])

@@ -67,7 +67,7 @@ def alone(recipes, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_processes_write_what_one_writes(processes, alone, recipes, tmp_path):
     run(processes, tmp_path / "a", recipes)
     if processes == 2:
@@ -111,7 +111,8 @@ def kept(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("then", [1, 2, 3])
+@pytest.mark.few(0, slow=1)
+@pytest.mark.parametrize("then", [3, 1, 2])
 def test_a_killed_run_goes_on_with_any_number_of_processes(then, alone, recipes, tmp_path):
     recipe, out = recipes[0], tmp_path / "gptq"
     started = fork([SCRIPT, str(tmp_path), recipe], 2)

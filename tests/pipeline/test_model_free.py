@@ -63,6 +63,7 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["FP8-dynamic", "W8A16", "W4A16", "W4A16-asym", "MXFP4", "MXFP8", "NVFP4A16"])
 def test_the_bits_are_those_of_a_run_with_rtn(scheme, dtype, pico, texts, tmp_path):
@@ -298,7 +299,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("scheme", ["FP8-dynamic", "W4A16", "NVFP4A16"])
 def test_one_tensor_is_in_memory_at_a_time(scheme, source, tmp_path):
     small = tmp_path / "small"

@@ -88,6 +88,7 @@ def holds(asked, out) -> tuple[str, str] | None:
     return None
 
 
+@pytest.mark.few(83, slow=83)  # a prime number
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_what_is_planned_runs_and_what_is_refused_is_refused_at_once(format_, chain, one_block, recipe, tmp_path):
@@ -115,7 +116,7 @@ AFTERWARDS = {
 SERVED = ("compressed-tensors", "gptq", "awq")
 
 
-@pytest.mark.few(11, slow=97)  # a prime number: every value of every parameter is among them
+@pytest.mark.few(7, slow=37)  # a prime number: every value of every parameter is among them
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("after", AFTERWARDS)
 @pytest.mark.parametrize("before", RESHAPED)

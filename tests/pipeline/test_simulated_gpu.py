@@ -21,7 +21,6 @@ PASSES = {
     "sparsegpt": [SparseGPT(pattern="2:4")],
     "distill": [RTN(weights="int4", group_size=32), Distill(train=["scales", "norms"], steps=2)],
 }
-SLOW = pytest.mark.slow
 ALIKE = {"rtn": 1.0, "gptq": 0.85, "awq": 0.85}
 """The share of equal words of codes. Other passes compute floats, which differ in their last bits: a GPU divides by a
 Python number through its reciprocal, and does not add in C++."""
@@ -43,10 +42,9 @@ def tensors(folder):
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("form", ["native", pytest.param("compressed-tensors", marks=SLOW)])
-@pytest.mark.parametrize(
-    "name", [name if name in ("rtn", "wanda") else pytest.param(name, marks=SLOW) for name in PASSES]
-)
+@pytest.mark.few(2, slow=6)
+@pytest.mark.parametrize("form", ["native", "compressed-tensors"])
+@pytest.mark.parametrize("name", PASSES)
 def test_a_run_on_a_gpu_writes_what_one_on_the_cpu_writes(recipe, name, form, tmp_path, monkeypatch):
     asked = recipe(*PASSES[name], save={"format": form})
     host = compress.run(asked, tmp_path / "cpu", progress=False)

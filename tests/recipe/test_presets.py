@@ -108,9 +108,8 @@ def test_a_preset_is_not_changed_by_those_who_use_it():
     assert str(presets()) == before
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("FP8", "Q4_K_M") else pytest.mark.slow) for n in WORDS]
-)
+@pytest.mark.few(2, slow=8)
+@pytest.mark.parametrize("name", WORDS)
 def test_it_compresses_and_others_read_it(name, pico, texts, tmp_path):
     texts = {"calibration": {"source": texts["calibration"], "sequences": None, "length": None}}
     own = name == "W4A16-asym"  # pico's widths need two group sizes, which transformers cannot load with zero points

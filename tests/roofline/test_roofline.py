@@ -247,6 +247,7 @@ def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeyp
     assert slower.call_seconds == 1.0  # at least that of the shortest call
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
 def test_this_machine_is_measured_with_blocks_of_the_model(family, tiny_folder):
     plain = measured_host(torch.float32).call_seconds

@@ -140,7 +140,7 @@ def one(tmp_path_factory):
     return results(told, folder / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compress_run_in_two_processes_is_one_run(one, tmp_path, kind):
     folder = tmp_path / "two"

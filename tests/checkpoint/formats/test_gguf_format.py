@@ -337,6 +337,7 @@ def variant(name):
     return kinds[name]()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "unread"),
     [

@@ -61,6 +61,7 @@ def test_grids_with_zero_points_or_without_integers_are_not_concerned():
     assert torch.equal(one.scale, other.scale)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("format_", "options"), READ)
 def test_every_format_that_takes_them_reads_them_back(pico, texts, tmp_path, format_, options):
     if format_ == "compressed-tensors":

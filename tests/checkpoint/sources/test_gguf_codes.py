@@ -101,6 +101,7 @@ def test_a_file_on_another_file_system_is_copied(files, monkeypatch):
     assert (folder / FILE).read_bytes() == (files / "Q4_0.gguf").read_bytes()
 
 
+@pytest.mark.slow
 def test_floats_and_unknown_codes_are_converted_as_before(files, cache, tmp_path, monkeypatch):
     assert checkpoint_of(str(files / "F32.gguf")) == folder_of(str(files / "F32.gguf"))
     monkeypatch.setattr("compress.checkpoint.sources.gguf_codes.BLOCK_TYPES", {})

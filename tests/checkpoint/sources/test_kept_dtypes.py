@@ -61,6 +61,7 @@ def test_a_float32_bias_of_a_router_is_computed_as_transformers_computes_it(fold
         assert tensor.dtype is torch.float32 and torch.equal(tensor, expected[name])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["native", "dense"])
 def test_a_run_stores_it_in_float32(folder, dtype, form, tmp_path):

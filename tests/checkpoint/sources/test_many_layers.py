@@ -44,6 +44,7 @@ def counts(tiny, recipe, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "load", "transformers"])
 def test_work_grows_with_the_number_of_experts(counts, kind):
     first, second = (after - before for before, after in pairwise(counts[kind]))

@@ -60,6 +60,7 @@ CHAINS: dict[str, list[dict]] = {
     "rptq": [{"rptq": {"clusters": 4, "activation_scale": "token"}}, {"rtn": INT8}],
     "rotate": [{"rotate": {}}, {"rtn": INT8}],
     "magnitude": [{"magnitude": {"sparsity": 0.3}}],
+    "alps": [{"alps": {"sparsity": 0.5}}],
     "wanda": [{"wanda": {"sparsity": 0.5}}],
     "ria": [{"ria": {"sparsity": 0.5}}],
     "sparsegpt": [{"sparsegpt": {"pattern": "2:4"}}],
@@ -341,7 +342,7 @@ GROUPS = {
         "channel_permutation",
         "kv_cache",
     ),
-    "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
+    "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "alps", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
     "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "drop_experts", "narrow", "slicegpt"),
 }
 """The tables of the document."""

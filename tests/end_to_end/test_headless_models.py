@@ -63,6 +63,7 @@ WORKS = {
     "owq": [{"owq": {"group_size": 16}}],
     "qat": [{"qat": {**INT4, **TAUGHT}}],
     "ria": [{"ria": {"sparsity": 0.5}}],
+    "alps": [{"alps": {"sparsity": 0.5}}],
     "rotate": [{"rotate": {"residual": False}}, {"rtn": INT4}],
     "rtn": [{"rtn": INT4}],
     "signround": [{"signround": {**INT4, "iterations": 2}}],

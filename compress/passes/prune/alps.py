@@ -1,0 +1,50 @@
+"""ALPS: choose the zeros by operator splitting, then fit the kept weights (Meng 2024)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Bool, Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.numerics.sparse.operator_splitting import split_mask, split_mask_bytes
+from compress.passes.contract.layers import Layer, Solution
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.observers import Gram, Observer
+from compress.passes.contract.passes import LayerPass
+from compress.passes.families.pruning import PruningPass
+
+
+class ALPS(PruningPass):
+    """Choose the zeros of a whole layer by operator splitting, and fit the kept weights to the layer's output.
+
+    Minimize ||W X - Q X||^2 by ADMM: one copy of the weight fits the output, the other has the zeros of the pattern,
+    and a growing penalty draws them together until no zero moves. sparsegpt chooses the zeros of 128 columns at a time,
+    and moves none of them afterwards. At the end `repair` fits the kept weights, the second step of the paper.
+    """
+
+    use_for: ClassVar[str] = "2:4, and half of the weights zero or more: less loss than sparsegpt, in more time."
+    not_for: ClassVar[str] = "A first trial, where wanda and sparsegpt are several times faster."
+    paper: ClassVar[str] = "https://arxiv.org/abs/2406.07831"
+    observes: ClassVar[type[Observer]] = Gram
+
+    true_sequential: bool = Field(default=True, description=LayerPass.model_fields["true_sequential"].description)
+
+    def memory(self, size: ProblemSize) -> int:
+        return max(super().memory(size), split_mask_bytes(*size.shape))
+
+    def score(self, weight: Float[Tensor, "out in"], statistics: Gram) -> Float[Tensor, "out in"]:
+        return weight.square() * statistics.diagonal  # of the first iteration
+
+    def prune(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer, sparsity: float) -> Solution:
+        def keep(score: Float[Tensor, "out in"]) -> Bool[Tensor, "out in"]:
+            if layer.mask is None:
+                return self.pattern.keep(score, 1 - sparsity)
+            return self.pattern.keep(score.masked_fill(~layer.mask, -1), 1 - sparsity) & layer.mask
+
+        if not bool(statistics.diagonal.any()):
+            return super().prune(weight, statistics, layer, sparsity)
+        found, mask, iterations = split_mask(weight.float(), statistics.shrunk(self.regularization), keep, self.damping)
+        layer.log("note", "operator splitting", iterations=iterations)
+        return Solution(found, mask, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))

@@ -22,25 +22,21 @@ from transformers import PreTrainedModel
 
 import compress
 from compress.errors import CompressError
+from compress.passes import PASSES
 from compress.recipe.schema import read_passes
 
 INT8 = {"weights": "int8", "group_size": "channel"}
 ROUNDED_INPUTS = {**INT8, "activations": "int8"}
 STEPS = {"steps": 1, "batch": 2}
-CHAINS: dict[str, list[dict]] = {
-    "rtn": [{"rtn": INT8}],
-    "gptq": [{"gptq": INT8}],
-    "hqq": [{"hqq": INT8}],
+SPECIAL: dict[str, list[dict]] = {
     "obq": [{"obq": {**INT8, "targets": ["re:.*[.]0[.].*"]}}],
     "owq": [{"owq": {**INT8, "budget": 0.5}}],
     "aqlm": [{"aqlm": {"bits": 2, "length": 2, "rounds": 1}}],
     "squeezellm": [{"squeezellm": {"bits": 2}}],
-    "gobo": [{"gobo": {}}],
     "billm": [{"billm": {"block_size": 8, "most_salient": 2}}],
     "spqr": [{"spqr": {"bits": 4}}],
     "quantease": [{"quantease": {**INT8, "iterations": 4}}],
     "bcq": [{"bcq": {"group_size": "channel"}}],
-    "olive": [{"olive": {}}],
     "quip_sharp": [{"quip_sharp": {"refine": 1}}],
     "qtip": [{"qtip": {"states": 6, "tile_rows": 8, "tile_columns": 8}}],
     "pb_llm": [{"pb_llm": {"group_size": "channel"}}],
@@ -60,9 +56,6 @@ CHAINS: dict[str, list[dict]] = {
     "rptq": [{"rptq": {"clusters": 4, "activation_scale": "token"}}, {"rtn": INT8}],
     "rotate": [{"rotate": {}}, {"rtn": INT8}],
     "magnitude": [{"magnitude": {"sparsity": 0.3}}],
-    "alps": [{"alps": {"sparsity": 0.5}}],
-    "wanda": [{"wanda": {"sparsity": 0.5}}],
-    "ria": [{"ria": {"sparsity": 0.5}}],
     "sparsegpt": [{"sparsegpt": {"pattern": "2:4"}}],
     "channel_permutation": [{"channel_permutation": {"pattern": "2:4"}}, {"wanda": {"pattern": "2:4"}}],
     "gmp": [{"gmp": {"sparsity": 0.5, **STEPS}}],
@@ -77,7 +70,17 @@ CHAINS: dict[str, list[dict]] = {
     "narrow": [{"narrow": {"ffn": 0.5, "multiple": 2}}],
     "slicegpt": [{"slicegpt": {"sparsity": 0.25, "multiple": 8}}],
 }
-"""The passes of the recipe of a pass, with options that suit models of width 32."""
+"""Recipes that models of width 32 need, or other passes beside that of their key."""
+
+
+def chain_of(key: str) -> list[dict]:
+    """The recipe of a pass: a special one, its defaults, or int8 per channel if it rounds to a grid of the recipe."""
+    grids = PASSES.kind(key) == "quantize" and "weights" in PASSES[key].model_fields
+    return SPECIAL.get(key, [{key: INT8 if grids else {}}])
+
+
+CHAINS: dict[str, list[dict]] = {key: chain_of(key) for key in PASSES}
+"""The passes of the recipe of a pass."""
 
 NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
@@ -303,47 +306,13 @@ uncompressed model. Other models of the same structure behave the same.
 | a reason with * | only the calibration data decide, so `run` refuses it |
 
 `python eval/benchmarks/families.py --write` writes this page. The slow tests try a sixth of its cells. Options of each pass
-are in `CHAINS` of `tests/family_matrix.py`.
+are in `SPECIAL` of `tests/family_matrix.py`.
 """
 GROUPS = {
-    "Round weights": (
-        "rtn",
-        "gptq",
-        "hqq",
-        "obq",
-        "owq",
-        "aqlm",
-        "squeezellm",
-        "gobo",
-        "pb_llm",
-        "billm",
-        "bcq",
-        "spqr",
-        "quantease",
-        "olive",
-        "quip_sharp",
-        "qtip",
-        "signround",
-        "block_ap",
-        "omniquant",
-        "qat",
-        "llm_int8",
-        "lorc",
-        "mixed_precision",
-    ),
-    "Prepare, and quantize the cache": (
-        "awq",
-        "smoothquant",
-        "outlier_suppression",
-        "fptq",
-        "rptq",
-        "qllm",
-        "rotate",
-        "channel_permutation",
-        "kv_cache",
-    ),
-    "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "alps", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
-    "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "drop_experts", "narrow", "slicegpt"),
+    "Round weights": PASSES.of_kind("quantize"),
+    "Prepare, and quantize the cache": [*PASSES.of_kind("prepare"), *PASSES.of_kind("cache")],
+    "Prune": PASSES.of_kind("prune"),
+    "Train, and change the shape": [*PASSES.of_kind("train"), *PASSES.of_kind("reshape")],
 }
 """The tables of the document."""
 

@@ -157,7 +157,7 @@ MISTAKES = {
     "pass like no other": (
         START + "zzzzz",
         "3:5",
-        r"pass 'zzzzz' is not known; known: alps, aqlm, awq, bcq, billm, block_ap, channel_permutation, ",
+        f"pass 'zzzzz' is not known; known: {', '.join(list(compress.PASSES)[:5])}, ",
     ),
     "unknown option": (
         START + "gptq: {group_sise: 64}",

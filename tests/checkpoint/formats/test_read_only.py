@@ -93,6 +93,17 @@ def test_the_outputs_are_those_of_transformers(case, model_class, config, made):
     assert torch.allclose(logits, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("block", [(1 << 40, 1 << 40), (128, 1 << 40), (1 << 62, 128)])
+def test_blocks_far_larger_than_the_weights_take_no_memory(block, tmp_path):
+    """A scale is repeated for the weights that there are, also in compressed-tensors."""
+    dense = single(sources.fp8(sources.llama(), tmp_path / "model", block))
+    compress.export(tmp_path / "model", tmp_path / "other", "compressed-tensors")
+    for folder in ("model", "other"):
+        layers = layers_of(compress.load(tmp_path / folder)[0])
+        for name, weight in dense.items():
+            torch.testing.assert_close(layers[name].weight.float(), weight, rtol=2**-7, atol=0)
+
+
 def test_inputs_are_rounded_as_the_source_states(made):
     texts = {
         case: {t.text for layer in layers_of(compress.load(made(case)[0])[0]).values() for t in layer.scheme.transforms}

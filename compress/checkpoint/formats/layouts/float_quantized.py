@@ -67,14 +67,18 @@ class FloatQuantized(Layout):
         return {"weight": TensorSpec(scheme.shape, torch.float8_e4m3fn), "weight_scale": TensorSpec(scales)}
 
     def encode(self, part: CodesPart) -> dict[str, Tensor]:
-        scale = part.scale.reshape(1) if part.group_size == "tensor" else part.scale[:: part.scheme.rows].contiguous()
+        if part.group_size == "tensor":
+            scale = part.scale.reshape(1)
+        else:
+            scale = part.scale[:: min(part.scheme.rows, len(part.scale))].contiguous()
         return {"weight": part.codes().codes.view(torch.float8_e4m3fn), "weight_scale": scale}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
         scale, codes = tensors["weight_scale"], codes_of(scheme)
         scale = scale.reshape(1, 1) if codes.group_size == "tensor" else scale
         if codes.rows > 1:
-            scale = scale.repeat_interleave(codes.rows, dim=0)[: scheme.shape[0]]
+            rows = scheme.shape[0]
+            scale = scale.repeat_interleave(min(codes.rows, rows), dim=0)[:rows]
         bits = tensors["weight"].view(torch.uint8)
         return CodesPart.of(Codes(bits, scale, None, GRID, codes.group_size, rows=codes.rows))
 

@@ -138,7 +138,7 @@ class FP8(ReadOnly):
                 f"blocks of {block_rows} x {block_width}"
             )
         size = math.gcd(block_width, width)
-        return scale.repeat_interleave(block_width // size, dim=1)[:, : width // size].contiguous()
+        return scale.repeat_interleave(min(block_width, width) // size, dim=1)[:, : width // size].contiguous()
 
 
 def _is_uneven(scheme: LayerScheme, block: tuple[int, int]) -> bool:

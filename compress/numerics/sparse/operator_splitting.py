@@ -84,9 +84,13 @@ def _inverse(hessian: Float[Tensor, "in in"], rho: float) -> Float[Tensor, "in i
     """Return inv(H + rho I)."""
     shifted = hessian.clone()
     shifted.diagonal().add_(rho)
-    return torch.cholesky_inverse(torch.linalg.cholesky(shifted))
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    if bool(failed):  # by the rounding errors of float32
+        factor = torch.linalg.cholesky(shifted.double()).float()
+    del shifted
+    return torch.cholesky_inverse(factor)
 
 
 def split_mask_bytes(rows: int, width: int) -> int:
-    """Return the peak memory of `split_mask` in bytes: three matrices of the size of the Hessian, and five weights."""
-    return 4 * 3 * width * width + 4 * 5 * rows * width + 3 * rows * width
+    """Return the peak memory of `split_mask` in bytes: four matrices of the size of the Hessian, and five weights."""
+    return 4 * 4 * width * width + 4 * 5 * rows * width + 3 * rows * width

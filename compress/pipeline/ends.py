@@ -32,7 +32,8 @@ def _inside_only(step: Pass) -> str | None:
     if step.survey() is not None:
         return f"it divides a budget among {scope}"
     if needs.reference or needs.original or needs.unquantized:
-        return f"it compares a layer with the uncompressed one, on {scope}"
+        option = " (error: asymmetric)" if getattr(step, "error", None) == "asymmetric" else ""
+        return f"it compares a layer with the uncompressed one{option}, on {scope}"
     return None
 
 

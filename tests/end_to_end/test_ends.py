@@ -174,7 +174,7 @@ ONE = r"the output head lm_head and the embedding model.embed_tokens are tied.*a
         (
             "llama",
             compress.GPTQ(targets="lm_head", error="asymmetric"),
-            "it compares a layer with the uncompressed one",
+            r"it compares a layer with the uncompressed one \(error: asymmetric\)",
         ),
         ("llama", step(targets=["lm_head"], ignore=["lm_head"]), "select none of the"),
     ],

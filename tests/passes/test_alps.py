@@ -8,7 +8,7 @@ from draws import correlated, random, seen_of
 
 from compress.errors import NumericError
 from compress.numerics.sparse.masks import Pattern
-from compress.numerics.sparse.operator_splitting import LONGEST, PERIOD, _inverse, split_mask
+from compress.numerics.sparse.operator_splitting import LONGEST, PERIOD, shifted_inverse, split_mask
 from compress.passes.contract.observers import CrossGram, Gram
 from compress.passes.prune.alps import ALPS
 from compress.passes.prune.sparsegpt import SparseGPT
@@ -114,9 +114,9 @@ def test_a_hessian_that_is_not_finite_is_an_error():
 def test_a_factorization_that_fails_in_float32_is_done_in_float64(monkeypatch):
     hessian = seen_of(correlated(width=12)).hessian
     expected = torch.linalg.inv(hessian.double() + 0.5 * torch.eye(12)).float()
-    torch.testing.assert_close(_inverse(hessian, 0.5), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(shifted_inverse(hessian, 0.5), expected, rtol=1e-3, atol=1e-5)
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (matrix, torch.tensor(1)))
-    torch.testing.assert_close(_inverse(hessian, 0.5), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(shifted_inverse(hessian, 0.5), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_it_fits_the_uncompressed_output_if_asked():

@@ -59,7 +59,7 @@ def split_mask(
     largest, dual = scaled, torch.zeros_like(scaled)
     mask = last = keep(scaled.square())
     kept_count, rho, first = max(int(mask.sum()), 1), PENALTY, True
-    inverse, iteration = _inverse(hessian, rho), 0
+    inverse, iteration = shifted_inverse(hessian, rho), 0
     for iteration in range(1, LONGEST + 1):
         fitted = torch.addmm(scaled, (largest - dual).sub_(scaled), inverse, alpha=rho)
         dual += fitted
@@ -76,11 +76,11 @@ def split_mask(
         factor = SMALLER if first else FASTEST if changed > MANY else FAST if changed > SOME else SLOW
         rho *= factor
         dual /= factor
-        inverse = _inverse(hessian, rho)
+        inverse = shifted_inverse(hessian, rho)
     return torch.where(mask & dead, weight, largest / scale), mask, iteration
 
 
-def _inverse(hessian: Float[Tensor, "in in"], rho: float) -> Float[Tensor, "in in"]:
+def shifted_inverse(hessian: Float[Tensor, "in in"], rho: float) -> Float[Tensor, "in in"]:
     """Return inv(H + rho I)."""
     shifted = hessian.clone()
     shifted.diagonal().add_(rho)

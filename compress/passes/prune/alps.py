@@ -47,6 +47,8 @@ class ALPS(PruningPass):
 
         if not bool(statistics.diagonal.any()):
             return super().prune(weight, statistics, layer, sparsity)
-        found, mask, iterations = split_mask(weight.float(), statistics.shrunk(self.regularization), keep, self.damping)
+        pruned, mask, iterations = split_mask(
+            weight.float(), statistics.shrunk(self.regularization), keep, self.damping
+        )
         layer.log("note", "operator splitting", iterations=iterations)
-        return Solution(found, mask, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))
+        return Solution(pruned, mask, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))

@@ -116,7 +116,7 @@ AFTERWARDS = {
 SERVED = ("compressed-tensors", "gptq", "awq")
 
 
-@pytest.mark.few(7, slow=37)  # a prime number: every value of every parameter is among them
+@pytest.mark.few(7, slow=37)  # prime numbers, so that no parameter keeps one value
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("after", AFTERWARDS)
 @pytest.mark.parametrize("before", RESHAPED)

@@ -57,8 +57,8 @@ def split_mask(
     hessian.div_(scale[:, None]).div_(scale)
     scaled = (weight * scale).masked_fill_(dead, 0)
     largest, dual = scaled, torch.zeros_like(scaled)
-    mask = last = keep(scaled.square())
-    kept_count, rho, first = max(int(mask.sum()), 1), PENALTY, True
+    mask = previous_mask = keep(scaled.square())
+    kept_count, rho, first_mask_holds = max(int(mask.sum()), 1), PENALTY, True
     inverse, iteration = shifted_inverse(hessian, rho), 0
     for iteration in range(1, LONGEST + 1):
         fitted = torch.addmm(scaled, (largest - dual).sub_(scaled), inverse, alpha=rho)
@@ -68,12 +68,13 @@ def split_mask(
         dual -= largest
         if iteration % PERIOD:
             continue
-        changed = int((mask ^ last).sum()) / kept_count
-        last = mask
-        first = first and changed <= SOME and rho > LEAST_PENALTY  # so large a penalty may hold the first mask
-        if changed == 0 and not first:
+        changed = int((mask ^ previous_mask).sum()) / kept_count
+        previous_mask = mask
+        # so large a penalty may itself hold the first mask
+        first_mask_holds = first_mask_holds and changed <= SOME and rho > LEAST_PENALTY
+        if changed == 0 and not first_mask_holds:
             break
-        factor = SMALLER if first else FASTEST if changed > MANY else FAST if changed > SOME else SLOW
+        factor = SMALLER if first_mask_holds else FASTEST if changed > MANY else FAST if changed > SOME else SLOW
         rho *= factor
         dual /= factor
         inverse = shifted_inverse(hessian, rho)

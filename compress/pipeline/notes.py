@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
 from compress.layers.linear import kind_of
 from compress.layers.scheme import LayerScheme
@@ -93,6 +94,27 @@ def _reason(scheme: LayerScheme, format_: Format, nominal: float, storage: torch
     if stored is not None and 8 * stored.size_bytes(storage) <= NOTABLE * nominal * prod(scheme.shape):
         return f"format {format_.name} stores more than the codes need, such as zero points or the group of each column"
     return f"rows of {width} inputs, or zero points, are padded to whole words of 32 bits"
+
+
+def size_notes(resolved: ResolvedRecipe, checkpoint_bytes: int, dense_bytes: int) -> list[str]:
+    """Return a note for a checkpoint with compressed layers that is larger than the uncompressed model.
+
+    Args:
+        resolved: The recipe.
+        checkpoint_bytes: All tensors of the checkpoint.
+        dense_bytes: All tensors of the uncompressed model in the storage dtype.
+    """
+    quantizes = any("quantized" in step.effects(ANY_LAYER).facts for _, step, _ in resolved.steps)
+    if not quantizes or checkpoint_bytes <= dense_bytes:
+        return []
+    text = f"the checkpoint is larger than the uncompressed model ({megabytes(checkpoint_bytes)} > {megabytes(dense_bytes)} MB)"
+    before, after = (embeddings_of(opened) for opened in (resolved.opened, resolved.form))
+    if before.tied and not after.tied:
+        text += (
+            ": the head, which was tied to the embeddings, has a weight of its own; compress both with "
+            "rtn: {weights: int8, group_size: channel, targets: [lm_head, embed_tokens]} as the last pass"
+        )
+    return [text]
 
 
 def pruning_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:

@@ -39,6 +39,7 @@ from compress.pipeline.fitting import (
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.formats import further_formats
 from compress.pipeline.model_facts import ModelFacts, facts_of, planned_policies, planned_scheme
+from compress.pipeline.notes import size_notes
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
@@ -206,7 +207,7 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     planned = replace(
         planned,
         dense_bytes=dense,
-        notes=notes,
+        notes=(*notes, *size_notes(resolved, planned.checkpoint_bytes, dense)),
         process_bytes=process_bytes,
         formats={name: other.checkpoint_bytes for name, other in plans.items()},
         fingerprint=opened.fingerprint,

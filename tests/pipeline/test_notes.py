@@ -1,11 +1,14 @@
 """Notes of a plan, by hand and in the report."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from schemes import coded
 
 import compress
-from compress import GPTQ, RTN, SparseGPT, Wanda, plan
+from compress import GPTQ, RTN, Rotate, SparseGPT, Wanda, plan
 from compress.checkpoint.formats import FORMATS
 from compress.pipeline.notes import nominal_bits
 
@@ -54,6 +57,21 @@ def test_scales_that_stay_positive_are_told(recipe, monkeypatch):
     monkeypatch.setattr(type(FORMATS["compressed-tensors"]), "negative_scales", False)
     [note] = notes(recipe(GPTQ(**weights)), "stay positive")
     assert note.endswith("not all readers of format compressed-tensors take negative ones")
+
+
+def test_checkpoints_larger_than_the_model(recipe, pico, tmp_path):
+    """With one block, a second weight of 1024 x 128 in 16 bits outweighs what int8 saves."""
+    shutil.copytree(pico, tmp_path / "one", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    (tmp_path / "one" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    chain = Rotate(), RTN(weights="int8", group_size="channel")
+    options = {"model": str(tmp_path / "one"), "eval": None, "dtype": "float32", "save": {"format": "native"}}
+    [note] = notes(recipe(*chain, **options), "larger than the uncompressed model")
+    assert "the head, which was tied to the embeddings, has a weight of its own" in note
+    advised = RTN(weights="int8", group_size="channel", targets=["lm_head", "embed_tokens"])
+    assert f"rtn: {{weights: int8, group_size: channel, targets: [{', '.join(advised.targets)}]}}" in note
+    assert notes(recipe(*chain, advised, **options), "larger than the uncompressed model") == []
+    assert notes(recipe(chain[1], **options), "larger than the uncompressed model") == []
 
 
 def test_pruning_that_saves_no_bytes_is_told(recipe, tmp_path):

@@ -5,10 +5,14 @@
 Each recipe is run with its model and calibration replaced by the given ones, in a process of its own; the reloaded
 checkpoint is evaluated on the windows. One JSON line per recipe:
 
-    recipe, perplexity, loss, base_loss, seconds, peak_rss_mb, checkpoint_bytes, bits_per_weight, verify_seconds
+    recipe, perplexity, loss, base_loss, kl, kl_stderr, seconds, peak_rss_mb, checkpoint_bytes, bits_per_weight,
+    verify_seconds
+
+kl: of the uncompressed next-token distribution to the checkpoint's, nats per token, with its standard error over windows.
+A recipe with `self_share` samples that share of the calibration from the model; the given sequences are the rest.
 
 --also: a second text, of another kind than the calibration's, in windows of the same number and length; the line ends
-with its perplexity, base_perplexity, and difference of the loss from the base's with the standard error over windows.
+with its perplexity, base_perplexity, KL, and difference of the loss from the base's with the standard error over windows.
 
 seconds: from opening the model to the complete checkpoint on disk; peak_rss_mb: of the process until then. Reading the
 checkpoint back and comparing it (verify_seconds) and the evaluation come after. The calibration's batch stays the
@@ -32,6 +36,8 @@ KEYS = (
     "perplexity",
     "loss",
     "base_loss",
+    "kl",
+    "kl_stderr",
     "seconds",
     "peak_rss_mb",
     "checkpoint_bytes",
@@ -90,7 +96,8 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     recipe = compress.Recipe.from_yaml(path)
-    ids = {"source": arguments.calibration, "sequences": None, "length": None}
+    sequences, tokens = numpy.load(arguments.calibration, mmap_mode="r").shape
+    ids = {"source": arguments.calibration, "sequences": sequences, "length": tokens}
     windows, length = numpy.load(arguments.test, mmap_mode="r").shape
     texts = (arguments.test,) if arguments.also is None else (arguments.test, arguments.also)
     recipe = recipe.model_copy(
@@ -115,6 +122,8 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         quality["compressed"]["perplexity"],
         quality["compressed"]["loss"],
         quality["base"]["loss"],
+        quality["divergence"]["mean"],
+        quality["divergence"]["stderr"],
         round(seconds, 1),
         round(shared_absmax),
         size["checkpoint_bytes"],
@@ -129,7 +138,8 @@ def second(row: dict[str, Any]) -> dict[str, float]:
     """What a line says of the second text, from the row of the report."""
     found = {"perplexity": row["compressed"]["perplexity"], "base_perplexity": row["base"]["perplexity"]}
     paired = row["difference"]
-    return found | {"difference": paired["loss"], "difference_stderr": paired["stderr"]}
+    divergence = {"kl": row["divergence"]["mean"], "kl_stderr": row["divergence"]["stderr"]}
+    return found | divergence | {"difference": paired["loss"], "difference_stderr": paired["stderr"]}
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def size_notes(resolved: ResolvedRecipe, checkpoint_bytes: int, dense_bytes: int
     quantizes = any("quantized" in step.effects(ANY_LAYER).facts for _, step, _ in resolved.steps)
     if not quantizes or checkpoint_bytes <= dense_bytes:
         return []
-    text = f"the checkpoint is larger than the uncompressed model ({megabytes(checkpoint_bytes)} > {megabytes(dense_bytes)} MB)"
+    sizes = f"{megabytes(checkpoint_bytes)} > {megabytes(dense_bytes)} MB"
+    text = f"the checkpoint is larger than the uncompressed model ({sizes})"
     before, after = (embeddings_of(opened) for opened in (resolved.opened, resolved.form))
     if before.tied and not after.tied:
         text += (

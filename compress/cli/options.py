@@ -39,6 +39,7 @@ OF_A_TEXT = (
     "bos",
     "temperature",
     "max_repetition",
+    "conversations",
     "self_share",
 )
 """Options of a calibration text, which another text does not take over."""

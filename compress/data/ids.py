@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.data.conversations import turns_of
 from compress.data.dataset_rows import OFFLINE
 from compress.data.listed import check_listed, listed_sample, lists_of, share_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
@@ -490,8 +491,11 @@ def check_text(
     if source.bos is not None and is_bounded:
         raise CalibrationError(f"{part}: bos has no effect: {described(model)}; leave it out")
     if needed is not None and not (is_bounded and source.sampled):
-        added = special_tokens_around(needed) if is_bounded else [opening_tokens(source, needed, part)]
-        around = [len(tokens) for tokens in added]
+        if source.conversations:
+            around = [len(turns_of(needed).opening)]
+        else:
+            added = special_tokens_around(needed) if is_bounded else [opening_tokens(source, needed, part)]
+            around = [len(tokens) for tokens in added]
     if length is not None and text_lengths(texts, length)[-1] <= sum(around):
         raise CalibrationError(
             f"{SECTIONS[part]}: length {length} has no room for text next to the special tokens; use a larger length"

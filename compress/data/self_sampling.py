@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from compress.data.conversations import Turns
 from compress.data.overlap import run_hashes
 from compress.errors import CalibrationError
 from compress.models.cache_size import cache_bytes
@@ -45,12 +46,15 @@ class Sampling:
         prefix: Tokens that every sequence begins with.
         temperature: Divides the logits.
         max_repetition: Sequences with a larger share of repeated runs of tokens (`repetition`) are replaced.
+        turns: Tokens around the messages of conversations, which begin each sequence instead of `prefix`; None: plain
+            text.
     """
 
     batch: int | None = None
     prefix: Sequence[int] = ()
     temperature: float = 1.0
     max_repetition: float = 0.3
+    turns: Turns | None = None
 
 
 def self_sampled(
@@ -65,8 +69,14 @@ def self_sampled(
 
     Each document starts with one token drawn uniformly from the vocabulary without its special tokens. The next 3 to 5
     tokens are the most likely ones; all later tokens are sampled from the softmax. Where the model ends a document,
-    the next one starts. Sequences with loops are replaced. The draws of a sequence depend on `seed` and its number
-    only, so `batch` changes tokens only through the rounding of sums.
+    the next one starts. Sequences with loops are replaced.
+
+    With `sampling.turns`, documents are conversations instead: the model writes the user's message after the tokens
+    that the chat template puts before it (Magpie, https://arxiv.org/abs/2406.08464, sec. 2.1), then the answer after
+    the tokens of the template between both. All of their tokens are sampled.
+
+    The draws of a sequence depend on `seed` and its number only, so `batch` changes tokens only through the rounding
+    of sums.
 
     Args:
         model: The model, with all weights.
@@ -136,11 +146,16 @@ def _sampled(
     sampling: Sampling,
 ) -> Int[Tensor, "rows length"]:
     rows, length = draws.shape
-    chooser = DrawnTokens(draws, start_ids(model, tokenizer), end_ids(model, tokenizer), sampling.temperature)
-    begin = torch.tensor(sampling.prefix, dtype=torch.int64).expand(rows, -1)[:, :length]
-    if begin.shape[1] < length:
-        start = [chooser.begin(row, begin.shape[1]) for row in range(rows)]
-        begin = torch.cat([begin, torch.tensor(start).reshape(rows, 1)], dim=1)
+    ends, turns = end_ids(model, tokenizer), sampling.turns
+    if turns is None:
+        chooser = DrawnTokens(draws, start_ids(model, tokenizer), ends, sampling.temperature)
+        begin = torch.tensor(sampling.prefix, dtype=torch.int64).expand(rows, -1)[:, :length]
+        if begin.shape[1] < length:
+            start = [chooser.begin(row, begin.shape[1]) for row in range(rows)]
+            begin = torch.cat([begin, torch.tensor(start).reshape(rows, 1)], dim=1)
+    else:
+        chooser = DrawnConversations(draws, turns, ends, sampling.temperature)
+        begin = torch.tensor(turns.opening).expand(rows, -1)[:, :length]
     if begin.shape[1] == length:
         return begin
     begin = begin.to(model.device)
@@ -195,6 +210,53 @@ class DrawnTokens(LogitsProcessor):
         for row in (row for row, ended in enumerate(has_ended) if ended):
             tokens[row] = self.begin(row, position)
         return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+class DrawnConversations(LogitsProcessor):
+    """As `DrawnTokens`, with the tokens of a chat template around each message.
+
+    Attributes:
+        draws: Uniform numbers in [0, 1) for each position of each sequence, which begins with `turns.opening`.
+        turns: Tokens around the messages.
+        ends: Tokens that end an answer, and with it the conversation; so does the one that ends a message.
+        temperature: Divides the logits.
+        forced: The tokens of the template that come next in each sequence.
+        answers: Whether the message of each sequence is an answer.
+    """
+
+    def __init__(
+        self, draws: Float[Tensor, "rows length"], turns: Turns, ends: Int[Tensor, " ends"], temperature: float
+    ) -> None:
+        self.draws, self.turns, self.temperature = draws, turns, temperature
+        self.ends = torch.cat([ends, torch.tensor(turns.reply[:1])]).unique()
+        self.forced: list[list[int]] = [[] for _ in draws]
+        self.answers = [False] * len(draws)
+        self._starts = [True] * len(draws)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores whose largest entry is the chosen token."""
+        has_ended = torch.isin(input_ids[:, -1].cpu(), self.ends).tolist()
+        for row, ended in enumerate(has_ended):
+            if ended and not self.forced[row] and not self._starts[row]:
+                self._turn(row, int(input_ids[row, -1]))
+        logits = scores.float() / self.temperature
+        starts = torch.tensor(self._starts, device=logits.device)[:, None]
+        nonempty = logits.index_fill(1, self.ends.to(logits.device), -torch.inf)
+        drawn = self.draws[:, input_ids.shape[1]].to(logits.device)
+        tokens = inverse_cdf(torch.where(starts, nonempty, logits), drawn)
+        for row, forced in enumerate(self.forced):
+            if forced:
+                tokens[row] = forced.pop(0)
+                self._starts[row] = not forced
+            else:
+                self._starts[row] = False
+        return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def _turn(self, row: int, last: int) -> None:
+        """Begin the answer after a user's message that ended as the template ends it, else a new conversation."""
+        answers = not self.answers[row] and last == self.turns.reply[0]
+        self.forced[row] = list(self.turns.reply[1:] if answers else self.turns.opening)
+        self.answers[row], self._starts[row] = answers, not self.forced[row]
 
 
 def inverse_cdf(logits: Float[Tensor, "rows vocabulary"], draws: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:

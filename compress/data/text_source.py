@@ -26,7 +26,7 @@ SECTIONS: dict[Part, str] = {"calibration": "calibration", "test": "eval"}
 PYTHON = "python"
 """The source of data that a program passes to `run`; a recipe cannot state the data itself."""
 
-SAMPLING = ("temperature", "max_repetition")
+SAMPLING = ("temperature", "max_repetition", "conversations")
 """Options of text that the model samples."""
 
 CHATS = (".jsonl", ".json", "ultrachat")
@@ -111,6 +111,11 @@ class TextSource(BaseModel):
         description="for source: self: sequences are sampled again if a larger share of their runs of 8 tokens "
         "occurred before in them",
     )
+    conversations: bool = Field(
+        default=False,
+        description="for source: self: true: the model writes a user's message and its answer in its chat template, "
+        "instead of plain text",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -158,6 +163,8 @@ class TextSource(BaseModel):
             reasons |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
         if not self.sampled:
             reasons |= dict.fromkeys(SAMPLING, f"{self.label} is not sampled")
+        elif self.conversations:
+            reasons |= {"bos": "the chat template says how a conversation begins"}
         if self.stored:
             reasons |= {"bos": f"the ids of {self.source} are not changed"}
         return reasons

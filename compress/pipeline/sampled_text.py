@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.containers.files import atomic
 from compress.checkpoint.opened import OpenModel
+from compress.data.conversations import turns_of
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import Sampling, self_sampled
 from compress.data.text_source import TextSource
@@ -42,11 +43,15 @@ def sampled_ids(
         The ids, and whether each sequence begins with tokens that the tokenizer adds before a text.
 
     Raises:
-        CalibrationError: for a model that cannot generate text, and one without a tokenizer.
+        CalibrationError: for a model that cannot generate text, one without a tokenizer, and conversations without a
+            chat template that frames them.
     """
     tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
     prefix = tuple(opening_tokens(text, tokenizer, "calibration"))
-    sampling = Sampling(prefix=prefix, temperature=text.temperature, max_repetition=text.max_repetition)
+    turns = turns_of(tokenizer) if text.conversations else None
+    if turns is not None:
+        prefix = prefix if turns.opening[: len(prefix)] == prefix else ()
+    sampling = Sampling(None, prefix, text.temperature, text.max_repetition, turns)
     path = _stored_file(opened, sampling, sequences, length, seed)
     if path is not None and path.exists():
         return torch.from_numpy(np.load(path)), len(prefix) > 0

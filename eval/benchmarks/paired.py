@@ -5,8 +5,9 @@
 
 ROW: a row of rows.py. TEXT: token ids (.npy), or a source with --length: embedded, the path of a text file, ...
 A calibration may also be a value of `calibration:` in a recipe, such as '{source: embedded, self_share: 0.5}', and is
-then read as recipes read it. Each row is run with each calibration. The first row with the first calibration is the base
-of the paired differences (row minus base, mean over windows, and its standard error) in loss and in KL.
+then read as recipes read it. So may the test; what the model samples differs there, because the seed does. Each row is
+run with each calibration. The first row with the first calibration is the base of the paired differences (row minus
+base, mean over windows, and its standard error) in loss and in KL.
 --bos: texts whose sequences begin with the tokens that the tokenizer adds before a text, as those of recipes do;
 none by default. KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
 N times: the calibration sequences as given, then permuted, in other batches, and with another number of threads; spread
@@ -42,6 +43,7 @@ from compress.pipeline.sources import in_memory
 from compress.pipeline.texts import calibration_examples
 
 BATCH = 4
+SEEDS: dict[Part, int] = {"calibration": 0, "test": 1}
 
 
 @dataclass(frozen=True)
@@ -81,21 +83,20 @@ def main() -> None:
     def ids_of(source: str, part: Part, count: int | None) -> Tensor:
         return sample(source, part, tokenizer, count, arguments.length, 0, prefix.get(part, ()))[0]
 
-    def calibration_of(text: str) -> Tensor:
+    def read(text: str, part: Part, count: int | None) -> Tensor:
         values = yaml.safe_load(text)
         if isinstance(values, str):
-            return ids_of(text, "calibration", arguments.sequences)
-        shape = {"sequences": arguments.sequences, "length": arguments.length}
+            return ids_of(text, part, count)
+        shape = {"sequences": count, "length": arguments.length}
         stated = {name: value for name, value in shape.items() if value is not None}
-        recipe = compress.Recipe.from_data(
-            {"model": arguments.model, "passes": ["rtn"], "calibration": stated | values, "eval": None}
-        )
+        options = {"calibration": stated | values, "seed": SEEDS[part], "eval": None}
+        recipe = compress.Recipe.from_data({"model": arguments.model, "passes": ["rtn"], **options})
         examples, _ = calibration_examples(recipe, in_memory(model, tokenizer))
         return joined(examples.sequences).inputs[IDS]
 
-    windows = ids_of(arguments.test, "test", arguments.windows)
     model: Any = opened(arguments.model)
-    calibrations = {text: calibration_of(text) for text in arguments.calibration}
+    windows = read(arguments.test, "test", arguments.windows)
+    calibrations = {text: read(text, "calibration", arguments.sequences) for text in arguments.calibration}
     reference = [log_probabilities(model, window).half() for window in windows]
     first: tuple[list[float], list[float]] | None = None
     for name, text in product(arguments.rows, calibrations):

@@ -76,10 +76,10 @@ def pages() -> dict[Path, str]:
 
 
 def best_rows(names: tuple[str, ...]) -> str:
-    """A table of measured rows with the increase of the perplexity."""
+    """A table of measured rows with the increase of the perplexity, and the KL divergence where it was measured."""
     rows = {row.name: row for part in measured().tables for row in part.rows}
-    head = "| recipe or row | bits per weight | perplexity | increase | passes | |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *(best_row(rows[name]) for name in names)])
+    head = "| recipe or row | bits per weight | perplexity | increase | KL divergence | passes | |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *(best_row(rows[name]) for name in names)])
 
 
 def best_row(row: Row) -> str:
@@ -90,7 +90,7 @@ def best_row(row: Row) -> str:
     bits = "" if row.bits is None else f"{row.bits:g}"
     chain = ", ".join(f"[`{key}`](passes/{key}.md)" for step in row.passes for key in step)
     percent = f"{increase:+.0%}" if increase > 0.1 else f"{increase:+.1%}"
-    return f"| `{name}` | {bits} | {figure(row.perplexity)} | {percent} | {chain} | {note} |"
+    return f"| `{name}` | {bits} | {figure(row.perplexity)} | {percent} | {row.divergence} | {chain} | {note} |"
 
 
 def commands_by_task() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-HEAD = ("row", "passes", "perplexity", "seconds", "peak MB", "bits per weight")
+HEAD = ("row", "passes", "perplexity", "KL divergence", "seconds", "peak MB", "bits per weight")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Row:
 
     Attributes:
         passes: as a recipe spells them.
+        kl: KL divergence from the uncompressed model in nats per token, and its standard error; None if not measured.
         seconds: duration of the run; None if not measured.
         peak_mb: peak memory in MB; None if not measured.
         bits: bits per weight; None if not measured.
@@ -31,6 +32,7 @@ class Row:
     passes: tuple[Mapping[str, Any], ...]
     perplexity: float
     note: str = ""
+    kl: tuple[float, float] | None = None
     seconds: int | None = None
     peak_mb: int | None = None
     bits: float | None = None
@@ -39,12 +41,17 @@ class Row:
         """Return whether the chain contains a pass, by its key."""
         return any(key in step for step in self.passes)
 
+    @property
+    def divergence(self) -> str:
+        """The KL divergence and its standard error; empty if not measured."""
+        return "" if self.kl is None else f"{self.kl[0]:.3f} ± {self.kl[1]:.3f}"
+
     def cells(self) -> tuple[str, ...]:
         """Return the cells of a table row with the columns of `HEAD`."""
         label = f"`{self.name}`" + (f", {self.note}" if self.note else "")
         chain = ", ".join(f"`{spelled(step)}`" for step in self.passes)
         figures = (self.seconds, self.peak_mb, self.bits)
-        return label, chain, figure(self.perplexity), *("" if value is None else f"{value:g}" for value in figures)
+        return label, chain, figure(self.perplexity), self.divergence, *("" if value is None else f"{value:g}" for value in figures)
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,15 @@ def measured() -> Measured:
     """Read the tables of `measured.yaml`."""
     values = yaml.safe_load(files("compress.recipe").joinpath("measured.yaml").read_text(encoding="utf-8"))
     tables = (
-        Table(name, table["text"], tuple(Row(**{**row, "passes": tuple(row["passes"])}) for row in table["rows"]))
+        Table(name, table["text"], tuple(_row(row) for row in table["rows"]))
         for name, table in values["tables"].items()
     )
     return Measured(values["protocol"], values["uncompressed"], tuple(tables))
+
+
+def _row(values: dict[str, Any]) -> Row:
+    divergence = values.get("kl")
+    return Row(**{**values, "passes": tuple(values["passes"]), "kl": None if divergence is None else tuple(divergence)})
 
 
 def rows_of(key: str) -> list[tuple[Table, list[Row]]]:

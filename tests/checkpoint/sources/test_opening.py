@@ -120,6 +120,13 @@ def test_tied_weights_stay_tied(pico):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+def test_weights_that_are_a_link_to_nothing(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors").symlink_to("model-2.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors is a link to a file that is missing; fetch"):
+        open_model(str(folder))
+
+
 def test_tied_weights_that_are_stored_twice_are_equal_or_an_error(folder, ids):
     retensor(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     assert runs_like(open_model(str(folder)), folder, ids())

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import Checkpoint, state_masks
+from compress.checkpoint.containers.files import user_path
 from compress.checkpoint.inference import allow_narrow_inputs, round_activations, share_inputs
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
@@ -52,7 +53,7 @@ def load(
             damaged or missing.
     """
     checkpoint = Checkpoint.open(
-        Path(folder).expanduser(), dtype, device_of(device), trust_remote_code, inference=not trainable
+        user_path(folder), dtype, device_of(device), trust_remote_code, inference=not trainable
     )
     if verify:
         checkpoint.verify()

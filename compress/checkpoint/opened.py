@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import UNDECLARED, Checkpoint
-from compress.checkpoint.layers import StoredTensor, check_finite
+from compress.checkpoint.layers import DequantizedWeight, StoredTensor, check_finite
 from compress.checkpoint.tensors import Reading
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.parts.dense import DensePart
@@ -180,6 +180,15 @@ class OpenModel:
     def undeclared_bytes(self) -> int:
         """The bytes of the tensors of `undeclared`."""
         return sum(stored.header.size_bytes for stored in self.undeclared.values())
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """The bytes of the tensors of `undeclared` that take memory when they are copied, and of one in float32.
+
+        Tensors that are not dequantized are mapped.
+        """
+        headers = [stored.header for stored in self.undeclared.values() if isinstance(stored, DequantizedWeight)]
+        return sum(header.size_bytes for header in headers) + 4 * max((header.count for header in headers), default=0)
 
     def linear_names(self) -> list[str]:
         """Return the full names of all linears inside the blocks, in order."""

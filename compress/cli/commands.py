@@ -12,6 +12,7 @@ from compress.cli.complete import complete_pruning, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.model_free import check_model_free, quantize_tensors
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_plan, print_report
 from compress.recipe.shipped import find_recipe
 from compress.version import __version__
@@ -182,7 +183,7 @@ def distill(
 @RECIPE
 @MODEL
 @recipe_options
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Also check this output folder and the disk.")
+@click.option("-o", "--out", type=UserPath(), help="Also check this output folder and the disk.")
 @click.option("--all", "all_modules", is_flag=True, help="A row for every module instead of every kind of module.")
 @MEMORY
 @click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")

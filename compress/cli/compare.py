@@ -9,6 +9,7 @@ import click
 
 from compress.cli.eval import print_evaluation, settings_of, settings_options
 from compress.cli.options import DEVICE, DTYPE
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_table
 
 
@@ -19,11 +20,11 @@ from compress.cli.show import echo, print_json, print_table
 @settings_options
 @DTYPE
 @DEVICE
-@click.option("--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results.")
+@click.option("--work", type=UserPath(), default=Path("out/evaluation"), help="Folder of kept results.")
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     help="Write the Pareto plot to this .svg file, or a page to this .html file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -9,6 +9,7 @@ import click
 
 from compress.cli.complete import complete_suite
 from compress.cli.options import DEVICE, DTYPE, FAIL_IF, limits_of
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_table
 from compress.errors import Failure, ProcessError
 
@@ -63,12 +64,12 @@ def settings_options(command: Any) -> Any:
 @DEVICE
 @click.option(
     "--work",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     default=Path("out/evaluation"),
     show_default=True,
     help="Folder of kept results: a killed evaluation continues, and a base model is measured once.",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write the results to this JSON file.")
+@click.option("-o", "--out", type=UserPath(), help="Also write the results to this JSON file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(
     models: tuple[str, ...],

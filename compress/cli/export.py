@@ -9,12 +9,13 @@ import click
 
 from compress.cli.complete import complete_format
 from compress.cli.group import without_collection
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_table
 from compress.recipe.tables import ResultTable
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=UserPath())
 @click.option(
     "--format",
     "form",
@@ -22,7 +23,7 @@ from compress.recipe.tables import ResultTable
     shell_complete=complete_format,
     help="Format to write, as save.format of a recipe.",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder, new or empty.")
+@click.option("-o", "--out", type=UserPath(), required=True, help="Output folder, new or empty.")
 @click.option("--requantize", is_flag=True, help="Round weights again where the format cannot store their codes.")
 @click.option("--dtype", default="auto", help="Dtype of dense tensors; auto: that of the checkpoint.")
 @click.option(

@@ -9,6 +9,7 @@ import click
 
 from compress.cli.complete import complete_target
 from compress.cli.group import without_collection
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, process_memory
 from compress.recipe.tables import megabytes
 
@@ -36,7 +37,7 @@ class InitCommand(click.Command):
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     default=Path("recipe.yaml"),
     show_default=True,
     help="The file to write.",

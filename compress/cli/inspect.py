@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_table
 from compress.recipe.tables import ResultTable, megabytes
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=UserPath())
 @click.option("--all", "all_modules", is_flag=True, help="A row for every module instead of every kind of module.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 @click.option("--values", is_flag=True, help="Read the weights too, to count zeros.")

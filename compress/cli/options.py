@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from compress.cli.complete import complete_compute, complete_format, complete_recipe
+from compress.cli.paths import UserPath
 from compress.errors import RecipeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,7 +86,7 @@ MEMORY = click.option(
     help="Limit of memory, such as 8GB: activations go to files, batches shrink; an error if the run needs more.",
 )
 OUTPUT = (
-    click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder; default: a folder in out/."),
+    click.option("-o", "--out", type=UserPath(), help="Output folder; default: a folder in out/."),
     click.option(
         "--overwrite", is_flag=True, help="Replace another run in the output folder; other files are never removed."
     ),

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_report
 
 
 @click.command("report")
-@click.argument("folder", required=False, type=click.Path(path_type=Path))
+@click.argument("folder", required=False, type=UserPath())
 @click.option(
     "--open/--no-open", "shown", default=None, help="Open report.html in the browser.  [default: on a terminal]"
 )

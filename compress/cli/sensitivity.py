@@ -9,6 +9,7 @@ import click
 
 from compress.cli.group import without_collection
 from compress.cli.options import DEVICE, DTYPE
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_table
 from compress.recipe.tables import SHOWN, ResultTable
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 @DEVICE
 @click.option(
     "--work",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     default=Path("out/sensitivity"),
     show_default=True,
     help="Folder of kept results: a killed measurement continues.",
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     help="Also write the results to this .json file, or a page with heat maps to this .html file.",
 )
 @click.option("--all", "all_layers", is_flag=True, help="A row for every layer, not for the most sensitive ones alone.")

@@ -10,6 +10,7 @@ import click
 
 from compress.cli.group import Interrupt, without_collection
 from compress.cli.options import MODEL, RECIPE, recipe_options, settings_of
+from compress.cli.paths import UserPath
 from compress.cli.show import echo, in_words, print_json, print_table
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ TELEMETRY = "RAY_USAGE_STATS_ENABLED"
     help="GPUs of each run, such as 0.5 for two runs on one; default: 1 for a run on a GPU.",
 )
 @click.option("--memory", metavar="SIZE", help="Limit of memory of each run, such as 8GB.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder of all runs; default: out/RECIPE-sweep.")
+@click.option("-o", "--out", type=UserPath(), help="Folder of all runs; default: out/RECIPE-sweep.")
 @click.option("--overwrite", is_flag=True, help="Replace other runs in the folders of the runs.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print the plan of all runs, and run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print sweep.json.")

@@ -459,11 +459,17 @@ def check_vocabulary(
 ) -> None:
     """Raises CalibrationError when the model does not know an id."""
     size = vocabulary_size(model)
-    if int(ids.max()) >= size:
+    if int(ids.max()) < size:
+        return
+    most = f"the token id {int(ids.max())}, but the model's vocabulary has {size}"
+    if source.stored:
         raise CalibrationError(
-            f"{part}: {source.label} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
-            "use ids that were made with the model's own tokenizer"
+            f"{part}: {source.label} holds {most}; use ids that were made with the model's own tokenizer"
         )
+    raise CalibrationError(
+        f"{part}: the tokenizer turns {source.label} into {most}: it has tokens that the model does not know; use the "
+        "tokenizer that belongs to the model, or a text without these tokens"
+    )
 
 
 def check_text(

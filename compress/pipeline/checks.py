@@ -14,7 +14,7 @@ from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.problems import for_all
 from compress.pipeline.formats import Check, check_formats
 from compress.pipeline.model_facts import ModelFacts
-from compress.pipeline.needs import check_original, check_teachers
+from compress.pipeline.needs import check_original, check_shared_inputs, check_teachers
 from compress.pipeline.notes import (
     misread_notes,
     pass_notes,
@@ -79,6 +79,7 @@ CHECKS: tuple[Check, ...] = (
     check_end_types,
     check_teachers,
     check_original,
+    check_shared_inputs,
     check_reader,
     note_on_reference,
     undeclared_notes,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.checkpoint.blocks import BLOCK_TYPES
+from compress.checkpoint.containers.files import user_path
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
@@ -94,8 +95,8 @@ def export(
     """
     if format not in FORMATS:
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
-    dtype = _dtype_of(type, dtype, format)
-    check_new_folder(Path(out))
+    dtype, out = _dtype_of(type, dtype, format), user_path(out)
+    check_new_folder(out)
     # a type is that of matrices: vectors keep the precision of the checkpoint
     model, tokenizer = load(folder, dtype if type == "auto" else "auto", "cpu", trust_remote_code)
     form = FORMATS[format]
@@ -110,7 +111,7 @@ def export(
         if (narrow := widened_from(model)) is not None:  # loaded for computation in float32: load it as it is stored
             model, tokenizer = load(folder, dtype_name(narrow), "cpu", trust_remote_code)
             _store_dense(model)
-        return _export_dense(OpenModel.in_memory(model, tokenizer), str(folder), Path(out), form, type, dtype)
+        return _export_dense(OpenModel.in_memory(model, tokenizer), str(folder), out, form, type, dtype)
     if type != "auto":
         raise UserError(f"export: type {type} is for a dense model, but {folder} holds codes; leave type out")
     storage = next(model.parameters()).dtype if dtype == "auto" else DTYPES[dtype]
@@ -119,7 +120,7 @@ def export(
     exported += rounded_ends(OpenModel.in_memory(model, tokenizer), Run(torch.device("cpu"), storage, format=form))
     save(model, out, format, tokenizer, dtype)
     programs = form.programs_run([layer.scheme for layer in coded_layers(model).values()])
-    write_export_card(Path(out), str(folder), format, table_rows(exported), programs)
+    write_export_card(out, str(folder), format, table_rows(exported), programs)
     return exported
 
 

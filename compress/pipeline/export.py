@@ -17,7 +17,7 @@ from compress.blockwise.install import adapt, adapt_block
 from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.blockwise.reference import twin
 from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry
-from compress.checkpoint.containers.files import check_writable, reason_of
+from compress.checkpoint.containers.files import RESUMES, check_writable, reason_of, user_path
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
@@ -69,10 +69,11 @@ def save(
     if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
     run = Run(parameter.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
-    with new_folder(Path(folder)) as part:
+    folder = user_path(folder)
+    with new_folder(folder) as part:
         digests = digests_of(write_checkpoint(opened, run, part, storage))
-        _verify(part, digests, dtype_name(parameter.dtype), parameter.device, Path(folder))
-    return Path(folder)
+        _verify(part, digests, dtype_name(parameter.dtype), parameter.device, folder)
+    return folder
 
 
 def write_checkpoint(opened: OpenModel, run: Run, folder: Path, dtype: torch.dtype) -> dict[str, ShardEntry]:
@@ -127,9 +128,16 @@ def _check_outside(opened: OpenModel) -> None:
 
 def check_new_folder(folder: Path) -> None:
     """Raise OutputError unless a checkpoint can be written to the folder: it is missing or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); name another folder") from error
+    if is_used:
         raise OutputError(f"{folder}: exists already; name a new or empty folder")
     check_writable(folder)
+
+
+RESTARTS = "nothing was written; free disk space, or name another folder, and start again"
 
 
 @contextmanager
@@ -148,7 +156,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
         os.replace(part, folder)
         folder.chmod(0o777 & ~_umask())  # a temporary folder is readable by its owner only
     except OSError as error:
-        raise SaveError(f"{folder}: {reason_of(error)}") from error
+        raise SaveError(f"{folder}: {reason_of(error)}; {RESTARTS}") from error
+    except SaveError as error:
+        message = str(error).replace(str(part), str(folder)).replace(RESUMES, RESTARTS)
+        raise SaveError(message) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

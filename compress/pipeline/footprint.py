@@ -39,7 +39,7 @@ NARROW, WIDE = 3, 3
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
-EVALUATION, TEXTS = "evaluation", "reading texts"
+EVALUATION, TEXTS, COPIED = "evaluation", "reading texts", "copied tensors"
 
 Before = Callable[[int, str], LayerScheme]
 """(number of a step, full name of a linear) -> the storage scheme of the linear before that step."""
@@ -149,6 +149,8 @@ class Footprint:
         always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
         needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]
+        if self.opened.dequantized_bytes and self.resolved.format.file is None:
+            needs.append(Need(COPIED, whole_ends | {"dequantized weights": self.opened.dequantized_bytes}))
         if has_model_pass:
             always["all blocks"] = self._all_blocks()
         for i, (label, step, names) in enumerate(self.steps):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.containers.files import user_path
 from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.layers import check_finite
@@ -141,7 +142,7 @@ def quantize_folder(
     data, default = quantize_line(source, scheme, bits, group_size)
     step = _rounding(data, scheme)
     step = type(step).model_validate(step.model_dump(exclude_unset=True) | {"targets": targets, "ignore": ignore})
-    target = default if out is None else Path(out)
+    target = default if out is None else user_path(out)
     check_new_folder(target)
     folder, format_ = TensorFolder.open(source), FORMATS[FORMAT]
     plan = TensorPlan.of(step, folder.roles, format_)

@@ -1,8 +1,8 @@
-"""Check the models that a recipe compares with, before the run."""
+"""Check before the run what passes need: the models that they compare with, and layers with the same input."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from transformers import PreTrainedModel
 
@@ -10,11 +10,21 @@ from compress.blockwise.original import needs_original
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
+from compress.layers.linear import linears
+from compress.layers.scheme import LayerScheme, transform_class
 from compress.models.kinds.contract import text_config
-from compress.models.structure.blocks import find_blocks
-from compress.passes.contract.passes import ModelPass, Step
+from compress.models.structure.blocks import Block, find_blocks
+from compress.passes.contract.passes import BlockPass, ModelPass, Step
+from compress.pipeline.input_groups import InputGroups, input_groups
 from compress.pipeline.model_facts import ModelFacts
-from compress.pipeline.resolve import ResolvedRecipe, layer_shapes, nothing_compressed, with_config
+from compress.pipeline.resolve import (
+    ResolvedRecipe,
+    layer_shapes,
+    nothing_compressed,
+    own_options,
+    schemes_of,
+    with_config,
+)
 from compress.pipeline.sources import open_original, original_of
 from compress.recipe.schema import Recipe
 from compress.train.objective import state_pairs
@@ -75,6 +85,53 @@ def check_original(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ..
             "put it directly after the passes that compress them"
         )
     return ()
+
+
+def check_shared_inputs(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
+    """Check that block passes, which change the inputs of their layers, find no quantized layer with the same input.
+
+    Layers whose inputs an earlier pass may transform in different ways are left to the run.
+
+    Raises:
+        TargetError: for such a layer.
+    """
+    quantized = {name for name, scheme in schemes_of(resolved.opened).items() if scheme.quantized}
+    transformed: dict[str, list[str]] = {}
+    blocks, groups = resolved.opened.blocks, None
+    for label, step, names in resolved.steps:
+        if isinstance(step, BlockPass) and "quantized" in step.never_after and quantized:
+            groups = input_groups(resolved.opened) if groups is None else groups
+            for block in blocks:
+                _check_block(block, groups, set(names), quantized, transformed, label)
+        if step.requires.new_shape:
+            blocks, quantized, transformed = resolved.form.blocks, set(), {}
+        shapes = resolved.shapes
+        for name in names:
+            effects = own_options(step, name).effects(LayerScheme(shapes[name]))
+            if "quantized" in effects.facts:
+                quantized.add(name)
+            if any(transform_class(transform.kind).linear for transform in effects.largest_scheme.transforms):
+                transformed.setdefault(name, []).append(label)
+    return ()
+
+
+def _check_block(
+    block: Block,
+    groups: InputGroups,
+    names: Collection[str],
+    quantized: Collection[str],
+    transformed: Mapping[str, Sequence[str]],
+    label: str,
+) -> None:
+    for group in groups.get(frozenset(linears(block.module)), ()):
+        members = [f"{block.name}.{name}" for name in group.linears]
+        changes = [transformed.get(name, []) for name in members if name in names]
+        for name in members:
+            if changes and name not in names and name in quantized and transformed.get(name, []) in changes:
+                raise TargetError(
+                    f"{label}: {name} is quantized and reads the same input as a layer of this pass; put this pass "
+                    "before the quantization of both"
+                )
 
 
 def check_original_given(steps: Sequence[Step], has_original: bool) -> None:

@@ -19,6 +19,7 @@ from compress.checkpoint.containers.files import check_writable, tensor_file_byt
 from compress.checkpoint.containers.safetensors import INDEX
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
+from compress.recipe.tables import megabytes
 
 STAGED = "new"
 """The folder inside of `WORK` with files that are being written."""
@@ -44,14 +45,14 @@ UNRELATED = frozenset({WORK, "evaluation"})
 
 def check_folder(folder: Path) -> None:
     """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. It stays as it is."""
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder}: is a file; choose another folder")
-    if (folder / WORK).is_symlink():
-        raise OutputError(f"{folder}: {WORK} is a link, not a folder of compress; choose another folder")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"{folder}: is a file; choose another folder")
+        if (folder / WORK).is_symlink():
+            raise OutputError(f"{folder}: {WORK} is a link, not a folder of compress; choose another folder")
         names = [child.name for child in folder.iterdir()] if folder.exists() else []
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from error
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another folder") from error
     if set(names) - UNRELATED and not (folder / WORK / MANIFEST).exists():
         raise OutputError(
             f"{folder}: is not empty and was not written by compress; choose another folder, or empty the folder first"
@@ -66,8 +67,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free + existing_bytes
     if free < needed:
         raise OutputError(
-            f"{folder}: the checkpoint takes {needed / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free; choose "
-            "another folder, or free disk space"
+            f"{folder}: the checkpoint takes {megabytes(needed)} MB, but the disk has {megabytes(free)} MB free; "
+            "choose another folder, or free disk space"
         )
 
 

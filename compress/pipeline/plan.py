@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.blockwise.quantized_embeddings import embeddings_of
+from compress.checkpoint.containers.files import user_path
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_for_plan, open_model
@@ -160,8 +161,9 @@ def plan(
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     device = device_of(recipe.device)
-    if out is not None:
-        check_folder(Path(out))
+    folder = None if out is None else user_path(out)
+    if folder is not None:
+        check_folder(folder)
     options = recipe.trust_remote_code, recipe.masks, kept_codes(recipe)
     if time:
         opened = open_model(recipe.model, recipe.dtype, device, *options)
@@ -169,8 +171,8 @@ def plan(
         opened = open_for_plan(recipe.model, recipe.dtype, *options)
     resolved = resolve_and_check(recipe, opened)
     planned = plan_of(resolved, None if memory is None else size_of(memory))
-    if out is not None:
-        check_space(Path(out), planned.written_bytes)
+    if folder is not None:
+        check_space(folder, planned.written_bytes)
     notes = (*planned.notes, *rehearse(resolved))
     return replace(planned, notes=notes, timing=timing(resolved, time))
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.containers.files import told_of_writing
+from compress.checkpoint.containers.files import told_of_writing, user_path
 from compress.models.computation import device_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.limits import size_of
@@ -59,7 +59,7 @@ def run(
     memory_bytes = None if memory is None else size_of(memory)
     if memory is not None:
         separate_large_tensors()
-    folder = Path(out) if out is not None else default_folder(recipe)
+    folder = user_path(out) if out is not None else default_folder(recipe)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     recipe = with_data(recipe, calibration, evaluation)
     processes = Processes.launched(cpu=device_of(recipe.device).type == "cpu")

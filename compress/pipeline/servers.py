@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
 
-import torch
-from accelerate.utils import send_to_device
-from torch import Tensor, nn
-
-from compress.blockwise.capture import Call, ModelShell
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
-from compress.errors import CannotRun, TargetError, call_foreign
+from compress.errors import TargetError
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.contract import text_config
-from compress.models.structure.links import find_groups
+from compress.pipeline.input_groups import input_groups
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
 
@@ -33,36 +24,11 @@ FusedSets = Mapping[frozenset[str], Sequence[tuple[str, ...]]]
 
 
 def fused_sets(opened: OpenModel) -> FusedSets:
-    """Find the linears that servers compute as one: those of one module that read the same tensor.
-
-    Blocks run on tensors without data. A block that cannot run so has no sets.
-
-    Args:
-        opened: A model with the weights outside of its blocks, which passes over the model have not changed. Such
-            passes change widths, weights and the number of blocks, but not which linears of a block read one tensor.
-    """
-    shell, captured = ModelShell(opened), None
-    ids = shell.check()
-    sets: dict[frozenset[str], list[tuple[str, ...]]] = {}
-    for block in opened.blocks:
-        if captured is None or block.index not in captured.calls:
-            captured = shell.sketch(ids, block.stack, None if captured is None else captured.hidden)
-        call, hidden = captured.calls[block.index], captured.hidden
-        kind = frozenset(linears(block.module))
-        if kind not in sets:
-            sets[kind] = []
-            with suppress(CannotRun), torch.no_grad():  # then its linears are not known to be fused
-                empty = copy.deepcopy(block.module).to("meta")
-                args: Any = send_to_device(call.args, "meta")
-                kwargs: Any = send_to_device(call.kwargs, "meta")
-                meta_call = Call(args, kwargs, call.keyword)
-                groups = find_groups(empty, partial(_on_meta, meta_call, hidden))
-                sets[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
-    return sets
-
-
-def _on_meta(call: Call, hidden: Tensor, module: nn.Module) -> Tensor:
-    return call_foreign(call.run, module, hidden.to("meta"))
+    """Find the linears that servers compute as one: those of one module that read the same tensor (`input_groups`)."""
+    return {
+        kind: [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
+        for kind, groups in input_groups(opened).items()
+    }
 
 
 def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compress.checkpoint.containers.files import tensor_file_bytes
+from compress.checkpoint.containers.files import tensor_file_bytes, user_path
 from compress.errors import RecipeError, ShortageError, UserError
 from compress.evaluation.store import digest_of
 from compress.passes.contract.limits import size_of
@@ -117,7 +117,7 @@ def plan_sweep(
     options = options or SweepOptions()
     axes = tuple(axes_of(over) if isinstance(over, Mapping) else over)
     text = recipe_text(recipe)
-    folder = Path(out) if out is not None else Path("out") / f"{Path(text.name).stem}-sweep"
+    folder = user_path(out) if out is not None else Path("out") / f"{Path(text.name).stem}-sweep"
     problems, runs = Problems(), []
     for combination in combinations(axes):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from compress.checkpoint.containers.files import check_output_file, write_text
+from compress.checkpoint.containers.files import check_output_file, user_path, write_text
 from compress.recipe.sensitivities import Sensitivities
 from compress.report.charts import HeatMap, Picture
 from compress.report.charts import picture as picture_of
@@ -39,7 +39,7 @@ class MeasuredSensitivities(Sensitivities):
         Raises:
             OutputError: for another ending, and a file that cannot be written.
         """
-        path = Path(path)
+        path = user_path(path)
         check_output_file(path, SUFFIXES)
         write_text(path, self.html() if path.suffix == ".html" else self.model_dump_json(indent=1) + "\n")
 

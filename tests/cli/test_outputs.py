@@ -3,11 +3,13 @@
 import errno
 import json
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import compress
 from compress import RTN, cli
+from compress.cli.paths import UserPath
 from compress.cli.show import print_report
 from compress.errors import OutputError, SaveError
 from compress.pipeline import models, plan, sensitivity, starting, timing
@@ -120,3 +122,35 @@ def test_the_evidence_of_a_run_is_printed_if_its_report_cannot_be_written(recipe
 def test_a_comparison_needs_another_model(args, pico, no_work):
     done = call("compare", *(arg.replace("MODEL", pico) for arg in args))
     assert done.exit_code == 2 and "name another MODEL too" in done.stderr
+
+
+def test_every_path_of_the_command_line_may_begin_with_the_home_folder():
+    paths = [
+        f"{name} {param.name}"
+        for name, command in cli.main.commands.items()
+        for param in command.params
+        if isinstance(param.type, click.Path) and not isinstance(param.type, UserPath)
+    ]
+    assert not paths
+
+
+def test_outputs_below_the_home_folder(recipe, pico, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert compress.run(recipe(RTN(), eval=None), "~/out put", progress=False).folder == tmp_path / "home" / "out put"
+    compress.plan(recipe(RTN(), eval=None), "~/out put")
+    compress.export("~/out put", "~/native")
+    model, _ = compress.load("~/native")
+    compress.save(model, "~/saved")
+    assert call("inspect", "~/saved").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["native", "out put", "saved"]
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("work", [compress.run, compress.plan])
+def test_a_name_that_no_disk_can_hold(work, recipe, tmp_path):
+    with pytest.raises(
+        OutputError, match=r"xx: cannot be created or read \(File name too long\); choose another folder"
+    ):
+        work(recipe(RTN(), eval=None), tmp_path / ("x" * 300))

@@ -406,3 +406,20 @@ def test_options_of_sampling_belong_to_sampled_text(name):
     assert getattr(TextSource(source="self", **{name: 0.5}), name) == 0.5
     with pytest.raises(ValueError, match=f"{name} has no effect: embedded is not sampled"):
         TextSource(source="embedded", **{name: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ids.npy", r"ids\.npy holds the token id 1024, but the model's vocabulary has 1024; use ids that were made"),
+        (
+            "a.txt",
+            r"the tokenizer turns .*a\.txt into the token id 1024, but .* has 1024: it has tokens that the model",
+        ),
+    ],
+)
+def test_ids_outside_of_the_vocabulary_say_who_made_them(name, message, pico_model):
+    ids = torch.tensor([[3, 1024]])
+    with pytest.raises(CalibrationError, match=message):
+        ids_of.check_vocabulary(ids, pico_model, TextSource(source=name), "calibration")
+    ids_of.check_vocabulary(ids - 1, pico_model, TextSource(source=name), "calibration")

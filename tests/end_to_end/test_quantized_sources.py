@@ -231,6 +231,8 @@ def test_tensors_of_undeclared_layers_are_dequantized(tmp_path):
     asked = recipe(folder, {"rtn": {"weights": "int4", "group_size": 32}})
     planned = compress.plan(asked)
     assert any("2 tensors that DeepseekV3ForCausalLM has no parts for are copied" in note for note in planned.notes)
+    copied = next(need for need in planned.fit.needs if need.where == "copied tensors")
+    assert copied.parts["dequantized weights"] == weight.numel() * (2 + 4)
     result = compress.run(asked, tmp_path / "out", progress=False)
     assert result.report["size"]["tensor_bytes"] == planned.checkpoint_bytes
     stored = tensors_in(tmp_path / "out")

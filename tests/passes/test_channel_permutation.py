@@ -119,7 +119,7 @@ RESIDUAL = "its input comes from input_layernorm and so from the residual stream
 
 def test_folding_alone_is_refused_where_a_residual_feeds_the_layer(pico_model):
     message = (
-        rf"channel_permutation: model\.layers\.0\.self_attn\.q_proj cannot be permuted by folding: {RESIDUAL}.*keep"
+        rf"channel_permutation model\.layers\.0\.self_attn\.q_proj cannot be permuted by folding: {RESIDUAL}.*keep"
     )
     with pytest.raises(TargetError, match=message):
         compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse"), Unpruned()])

@@ -6,7 +6,9 @@ import pytest
 import torch
 from draws import random
 
+import compress
 from compress.errors import NumericError, TargetError
+from compress.layers.scheme import LayerScheme
 from compress.numerics import column_sweep as obs
 from compress.numerics.linalg import Regularization
 from compress.numerics.quant.codes import quantize
@@ -141,10 +143,13 @@ def test_masked_weights_stay_exactly_zero_and_take_nothing(layer_of, symmetric):
     assert error(found, weight * mask, inputs) < error(nearest, weight * mask, inputs)
 
 
-def test_a_large_layer_is_refused_with_its_size_and_the_time(layer_of):
-    weight, _, seen = problem()
-    with pytest.raises(TargetError, match=r"up_proj: 6 x 24 is too large for obq.*use gptq.*limit \(now 1e-09\)"):
-        OBQ(group_size=12, limit=1e-9).codes(weight, seen, layer_of())
+def test_a_large_layer_is_refused_before_the_run_with_its_size_and_the_time(recipe):
+    message = (
+        r"passes\[0\] obq: model.layers.0.self_attn.q_proj: 128 x 128 is too large for obq.*gptq.*limit \(now 1e-09"
+    )
+    with pytest.raises(TargetError, match=message):
+        compress.plan(recipe(OBQ(group_size=32, limit=1e-9), save={"format": "native"}))
+    assert OBQ().effects(LayerScheme((128, 128))).refusal is None
 
 
 def test_no_token_is_an_error_that_names_the_layer(layer_of):

@@ -12,11 +12,8 @@ import compress
 from compress.errors import CompressError, NumericError, RecipeError, SeveralErrors
 
 FAMILIES = ["llama", "opt", "gpt2", "qwen3-moe", "phi3", "starcoder2", "gpt-neox"]
-BY_DATA = (
-    "no calibration token reached|protect them with keep|a block depends on its position|cannot be permuted by folding"
-)
-"""Errors that only the calibration data decide, or the outputs of the first block: `unlinked: refuse` asks for the last
-one, and which layers can be folded is found by running a block."""
+BY_DATA = "no calibration token reached|protect them with keep|a block depends on its position"
+"""Errors that only the calibration data decide: the last two name the blocks that their scores would remove."""
 
 
 def holds(recipe) -> None:

@@ -95,6 +95,16 @@ def test_a_disk_that_fails_at_any_write(share, number, asked, unbroken, failing,
     assert compress.run(asked, tmp_path, progress=False).report["checkpoint_sha256"] == digest
 
 
+def test_a_disk_that_is_full_when_a_model_is_saved_leaves_nothing(pico_model, failing, tmp_path):
+    compress.apply(pico_model, [RTN(group_size=32)])
+    failing(1, errno.ENOSPC)
+    with pytest.raises(SaveError) as caught:
+        compress.save(pico_model, tmp_path / "out")
+    reason = "the disk is full; nothing was written; free disk space, or name another folder, and start again"
+    assert str(caught.value).startswith(str(tmp_path / "out") + os.sep) and str(caught.value).endswith(reason)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_library_that_cannot_write_is_told_alike(recipe, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer.json")

@@ -115,7 +115,7 @@ def test_a_disk_that_is_too_small(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     for attempt in (lambda: compress.plan(recipe(RTN()), tmp_path), lambda: compress.run(recipe(RTN()), tmp_path)):
         with pytest.raises(
-            OutputError, match="takes 0.0 GB, but the disk has 0.0 GB free; choose another folder, or free"
+            OutputError, match="takes [0-9.]+ MB, but the disk has [0-9.]+ MB free; choose another folder, or free"
         ):
             attempt()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))

@@ -22,6 +22,11 @@ UNWRITABLE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 RESUMES = "finished blocks are kept, and the same command resumes after them"
 
 
+def user_path(path: str | Path) -> Path:
+    """Return a path as users write it: with `~` for the home folder."""
+    return Path(os.path.expanduser(path))
+
+
 @contextmanager
 def told_of_writing(folder: Path) -> Iterator[None]:
     """Raise SaveError, which says how to resume, where another library cannot write. folder: if it names no file."""

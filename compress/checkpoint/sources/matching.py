@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,7 +32,7 @@ def match(model: nn.Module, stored: Mapping[str, Place], packed: Set[str] = froz
         Places by name; None when a shape differs, or a name cannot be resolved by renaming.
 
     Raises:
-        ModelError: for weights that are integers or 8-bit floats.
+        ModelError: for weights that are integers or 8-bit floats, and for tied weights with different values.
     """
     places, missing = _places(model, stored, packed)
     if missing:
@@ -44,7 +45,25 @@ def match(model: nn.Module, stored: Mapping[str, Place], packed: Set[str] = froz
                 f"model: {key} in {path} holds {header.dtype}, not floats of 16 bits or more, and it has no scale, or "
                 "quantization_config of config.json does not describe it; fetch the files again"
             )
-    return places if all(place.header.shape == tuple(state[name].shape) for name, place in dense.items()) else None
+    if any(place.header.shape != tuple(state[name].shape) for name, place in dense.items()):
+        return None
+    _check_tied(model, dense)
+    return places
+
+
+def _check_tied(model: nn.Module, places: Mapping[str, Place]) -> None:
+    """Raise ModelError for tied weights that are stored twice with different values; transformers does not tie them."""
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target not in places or source not in places or places[target] == places[source]:
+            continue
+        tied = places[target].read(), places[source].read()
+        dtype = min((tensor.dtype for tensor in tied), key=lambda dtype: dtype.itemsize)
+        if not torch.equal(tied[0].to(dtype), tied[1].to(dtype)):
+            raise ModelError(
+                f"model: {source} and {target} are one weight by config.json, but {places[target].path} has different "
+                "values for them, and transformers does not tie them then; write tie_word_embeddings: false into "
+                f"config.json, or remove {places[target].key} from the file"
+            )
 
 
 def lacking(model: nn.Module, folder: Path, stored: Mapping[str, Place], packed: Set[str] = frozenset()) -> ModelError:

@@ -129,7 +129,8 @@ def opened_file(path: Path) -> Iterator[MappedTensors | GGUFTensors]:
             return
         yield open_mapped(path)
     except FileNotFoundError as error:
-        raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
+        reason = "is a link to a file that is missing" if path.is_symlink() else "is missing, but the index lists it"
+        raise ModelError(f"model: {path} {reason}; fetch the model again") from error
     except (SafetensorError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             raise ShortageError(

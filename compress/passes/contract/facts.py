@@ -15,7 +15,7 @@ from compress.numerics.sparse.positions import SparseLayout
 
 if TYPE_CHECKING:
     from compress.passes.contract.observers import Observer
-    from compress.passes.contract.passes import ModelPass
+    from compress.passes.contract.passes import Pass
 
 Fact = Literal["masked", "quantized", "activations_quantized", "cache_quantized"]
 """A property of a model after a pass; passes declare their order by facts, never by names of other passes."""
@@ -49,8 +49,8 @@ class Requirements:
         trains: kinds of parameters that must exist in the layers of the pass.
         batches: learning in steps of one calibration batch each, of which every process of a launcher needs a sequence.
         new_shape: the model gets another shape; then no layer at all may be what `never_after` says, targeted or not.
-        rehearsal: the pass that a plan runs on random weights, if `new_shape`, to find structures that the pass
-            refuses; None: no rehearsal.
+        rehearsal: the pass that a plan runs on random weights, to find structures that the pass refuses: a pass over
+            the whole model with `new_shape`, or a block pass that needs no data; None: no rehearsal.
         experts: the blocks of the model must have experts.
     """
 
@@ -69,7 +69,7 @@ class Requirements:
     trains: tuple[str, ...] = ()
     batches: bool = False
     new_shape: bool = False
-    rehearsal: ModelPass | None = None
+    rehearsal: Pass | None = None
     experts: bool = False
 
 

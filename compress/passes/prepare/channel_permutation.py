@@ -69,7 +69,9 @@ class ChannelPermutation(BlockPass):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(data=self.score != "magnitude")
+        refuses = self.unlinked == "refuse" or (self.unlinked == "skip" and bool(self._named()))
+        rehearsal = self.model_copy(update={"score": "magnitude", "escapes": 0}) if refuses else None
+        return Requirements(data=self.score != "magnitude", rehearsal=rehearsal)
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (PermutationScheme(),) if self.unlinked == "keep" else ()
@@ -163,12 +165,12 @@ class ChannelPermutation(BlockPass):
                 replace_linear(block, name).permute_input(order)
             _log_kept(log, f"{reader_names}: permuted, at run time", score, score_before, score_after)
             return
-        full = [inputs.layer(name).name for name in names]
-        required = [name for name in full if self.unlinked == "refuse" or name in self._named()]
+        named = self._named()
+        required = [name for name in names if self.unlinked == "refuse" or inputs.layer(name).name in named]
         if required:
             raise TargetError(
-                f"{self.key()}: {required[0]} cannot be permuted by folding: {reason}; use unlinked: keep, "
-                "or leave it out (ignore)"
+                f"{inputs.label}.{required[0]} cannot be permuted by folding: {reason}; use unlinked: keep, or leave "
+                "it out (ignore)"
             )
         log("note", f"{reader_names}: not permuted: {reason}")
 

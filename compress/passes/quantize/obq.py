@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -9,12 +10,13 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.errors import TargetError
+from compress.layers.scheme import LayerScheme
 from compress.numerics.column_sweep import greedy, greedy_bytes
 from compress.numerics.division import divided
 from compress.numerics.linalg import factor_bytes
 from compress.numerics.quant.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.quant.grids import Grid
+from compress.passes.contract.facts import Effects
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Observer
@@ -52,12 +54,22 @@ class OBQ(RegularizedPass, QuantizingPass):
         default=HOURS, gt=0, description="largest estimated time of one layer in hours; a longer estimate is an error"
     )
 
+    def effects(self, layer: LayerScheme) -> Effects:
+        effects, (rows, width) = super().effects(layer), layer.shape
+        hours = rows * width**3 / NUMBERS_PER_SECOND / 3600
+        if effects.problem is not None or hours <= self.limit:
+            return effects
+        problem = (
+            f"{rows} x {width} is too large for obq: the layer takes about {hours:.3g} hours; use gptq, leave the "
+            f"layer out (ignore), or raise limit (now {self.limit:g})"
+        )
+        return replace(effects, problem=problem)
+
     def memory(self, size: ProblemSize) -> int:
         width = size.shape[1]
         return super().memory(size) + max(factor_bytes(width), greedy_bytes(*size.shape) + 2 * 8 * width**2)
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Codes:
-        self._check_size(weight, layer)
         upper = statistics.factor_of(layer.name, layer.log, self.regularization).double()
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
         options = self.symmetric, self.scale, layer.storage
@@ -67,15 +79,6 @@ class OBQ(RegularizedPass, QuantizingPass):
         rounded = greedy(weight.double(), upper.T @ upper, nearest, nearest.urgency, costliest).float()
         codes = store(nearest.encode(rounded, slice(None)), self.grid)
         return Codes(codes, scale, zero, self.grid, self.group_size)
-
-    def _check_size(self, weight: Tensor, layer: Layer) -> None:
-        rows, width = weight.shape
-        hours = rows * width**3 / NUMBERS_PER_SECOND / 3600
-        if hours > self.limit:
-            raise TargetError(
-                f"{layer.name}: {rows} x {width} is too large for obq: the layer takes about {hours:.3g} hours; "
-                f"use gptq, leave the layer out (ignore), or raise limit (now {self.limit:g})"
-            )
 
 
 class _Nearest:

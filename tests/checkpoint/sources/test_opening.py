@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import near
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+import compress
 from compress.checkpoint.opening import open_model
 from compress.errors import ModelError
 from compress.layers.linear import linears
@@ -117,6 +118,25 @@ def test_streaming_brings_each_block_for_its_own_forward_pass_only(pico, ids):
 def test_tied_weights_stay_tied(pico):
     model = open_model(pico).model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_weights_that_are_a_link_to_nothing(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors").symlink_to("model-2.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors is a link to a file that is missing; fetch"):
+        open_model(str(folder))
+
+
+def test_tied_weights_that_are_stored_twice_are_equal_or_an_error(folder, ids):
+    retensor(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert runs_like(open_model(str(folder)), folder, ids())
+    retensor(folder, lambda tensors: tensors | {"lm_head.weight": -tensors["lm_head.weight"]})
+    message = r"embed_tokens.weight and lm_head.weight are one weight by config.json.*tie_word_embeddings: false"
+    for reader in (open_model, compress.load):
+        with pytest.raises(ModelError, match=message):
+            reader(str(folder))
+    edit(folder / "config.json", tie_word_embeddings=False)
+    assert runs_like(open_model(str(folder)), folder, ids())
 
 
 def test_names_without_the_base_models_prefix_are_mapped(tiny_folder, tmp_path, ids):

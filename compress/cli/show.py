@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LONG = 500
 """The most rows of a table that `rich` draws; it takes 2 ms per row."""
+
+PAGE = 100
+"""The most characters of a line of text."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except new line and tab, changes of the direction of text, and halves of surrogate pairs."""
@@ -181,26 +184,59 @@ def print_pass(page: PassPage) -> None:
     """Print the page of a pass: documentation, order, paper, options with defaults and ranges, and measured rows."""
     from compress.recipe.measured import figure, measured, spelled
 
-    echo(f"{page.name}\n\n{page.summary}")
+    echo(f"{page.name}\n")
+    _print_wrapped(page.summary)
     for title, text in page.sections():
         if text:
-            echo(f"\n{title.lower()}: {text}" if title else f"\n{text}")
-    schemes = f"; schemes: {', '.join(page.schemes)}" if page.schemes else ""
-    echo(f"recipe: compress run {page.name} --model MODEL{schemes}")
+            echo(f"\n{title.lower()}:")
+            _print_text(text)
+    echo(f"\nrecipe:\n  compress run {page.name} --model MODEL")
+    if page.schemes:
+        echo("\nschemes:")
+        _print_wrapped(", ".join(page.schemes), "  ")
     echo("\noptions:")
     for option in page.options:
         default = "required" if option.default is None else option.default
         values = f" ({option.values})" if option.values else ""
-        _wrapped(f"{option.name} = {default}{values}: {option.description}")
+        _print_wrapped(f"{option.name} = {default}{values}: {option.description}", "  ", "      ")
     for table, rows in page.measured:
-        echo(f"\nmeasured perplexity; {table.text}:")
+        echo("")
+        _print_wrapped(f"measured perplexity; {table.text}:")
         for row in rows:
             chain = ", ".join(map(spelled, row.passes))
             bits = f", {row.bits:g} bits" if row.bits else ""
-            _wrapped(f"{figure(row.perplexity):<7} {chain}{bits}{f' ({row.note})' if row.note else ''}")
+            note = f" ({row.note})" if row.note else ""
+            _print_wrapped(f"{chain}{bits}{note}", f"  {figure(row.perplexity):<7} ", " " * 10)
     if page.measured:
-        echo(f"\n{measured().protocol}; uncompressed: {measured().uncompressed}")
+        echo("")
+        _print_wrapped(f"{measured().protocol}; uncompressed: {measured().uncompressed}")
 
 
-def _wrapped(text: str) -> None:
-    echo(click.wrap_text(text, 100, "  ", "      ", preserve_paragraphs=False))
+def print_items(items: Mapping[str, str]) -> None:
+    """Print a line for each name with its text; on a terminal long texts are wrapped in their column."""
+    indent = max(map(len, items)) + 2
+    for name, text in items.items():
+        _print_wrapped(text, f"{name:{indent}}", " " * indent, pipe=None)
+
+
+def _print_text(text: str) -> None:
+    """Print paragraphs and lists, of which each item starts with '- '."""
+    for i, paragraph in enumerate(text.split("\n\n")):
+        if i:
+            echo("")
+        for item in re.split(r"\n(?=- )", paragraph):
+            _print_wrapped(item, "  ", "    " if item.startswith("- ") else "  ")
+
+
+def _print_wrapped(text: str, first: str = "", others: str = "", pipe: int | None = PAGE) -> None:
+    """Print words in lines of at most the width of the terminal.
+
+    Args:
+        first: start of the first line.
+        others: start of the other lines.
+        pipe: most characters of a line where there is no terminal, and on wide ones; None: all words are one line.
+    """
+    terminal = shutil.get_terminal_size((0, 24)).columns
+    width = min(terminal, PAGE) if terminal and pipe else terminal or pipe
+    words = " ".join(text.split())
+    echo(first + words if width is None else click.wrap_text(words, width, first, others))

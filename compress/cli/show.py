@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,9 +110,9 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     if report.formats:
         print_table(ResultTable("", formats.HEAD, formats.rows(report)))
     if report.reading is not None:
-        echo(time_and_memory.disk_time(report.reading))
+        print_sentence(time_and_memory.disk_time(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
-        echo(line)
+        print_sentence(line)
     echo(f"checkpoint sha256: {report.checkpoint_sha256}")
     for line in formats.digests(report):
         echo(line)
@@ -138,16 +139,17 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
         rows = [(name, count, *cells) for count, (name, *cells) in zip(counts, rows, strict=True)]
     print_table(ResultTable("", head, rows))
     for note in planned.notes:
-        echo(f"note: {note}")
-    echo(f"checkpoint: {megabytes(planned.checkpoint_bytes)} MB of tensors ({megabytes(planned.dense_bytes)} MB dense)")
+        print_sentence(f"note: {note}")
+    tensors, dense = megabytes(planned.checkpoint_bytes), megabytes(planned.dense_bytes)
+    print_sentence(f"checkpoint: {tensors} MB of tensors ({dense} MB dense)")
     for name, size in planned.formats.items():
         echo(f"converted to {name}: {megabytes(size)} MB of tensors, in the folder {name} inside")
     process_bytes = planned.process_bytes
     several = "" if process_bytes is None else f"; each of several processes {process_memory(process_bytes)}"
-    echo(f"memory: needs {process_memory(planned.memory_bytes)}{several}")
+    print_sentence(f"memory: needs {process_memory(planned.memory_bytes)}{several}")
     for need in () if planned.fit is None else planned.fit.needs:
-        echo(f"  {need.where}: {megabytes(need.size_bytes)} MB ({need.text})")
-    echo(time_of(planned))
+        print_sentence(f"{need.where}: {megabytes(need.size_bytes)} MB ({need.text})", "  ")
+    print_sentence(time_of(planned))
 
 
 def process_memory(tensor_bytes: int) -> str:
@@ -219,6 +221,11 @@ def print_items(items: Mapping[str, str]) -> None:
         _print_wrapped(text, f"{name:{indent}}", " " * indent, pipe=None)
 
 
+def print_sentence(text: str, indent: str = "") -> None:
+    """Print words as one line; on a terminal they are wrapped, and the further lines are indented."""
+    _print_wrapped(text, indent, f"{indent}  ", pipe=None)
+
+
 def _print_text(text: str) -> None:
     """Print paragraphs and lists, of which each item starts with '- '."""
     for i, paragraph in enumerate(text.split("\n\n")):
@@ -239,4 +246,10 @@ def _print_wrapped(text: str, first: str = "", others: str = "", pipe: int | Non
     terminal = shutil.get_terminal_size((0, 24)).columns
     width = min(terminal, PAGE) if terminal and pipe else terminal or pipe
     words = " ".join(text.split())
-    echo(first + words if width is None else click.wrap_text(words, width, first, others))
+    if width is None:
+        echo(first + words)
+        return
+    lines = textwrap.wrap(
+        words, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
+    echo("\n".join(lines))

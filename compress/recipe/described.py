@@ -22,7 +22,7 @@ from compress.recipe.shipped import shipped, steps_of
 
 def page_of(key: str, step: type[Pass]) -> PassPage:
     """Return the page of a class under its key in recipes."""
-    own = {field.alias or name for name, field in step.model_fields.items() if name in vars(step)["__annotations__"]}
+    own = {field.alias or name for name, field in step.model_fields.items() if name in inspect.get_annotations(step)}
     return PassPage.of_values(
         key,
         {

@@ -94,8 +94,20 @@ def _print_boxed(table: ResultTable, width: int) -> None:
     for i, name in enumerate(table.head):
         boxed.add_column(name, justify="left" if i == 0 else "right", width=widths[i], overflow="fold")
     for row in table.rows:
-        boxed.add_row(*row)
+        boxed.add_row(*(_folded(cell, width) for cell, width in zip(row, widths, strict=True)))
     Console(markup=False, width=width).print(boxed)
+
+
+def _folded(text: str, width: int) -> str:
+    """Return a cell in lines of at most a width; a long name is divided after a dot or a slash, if it has one."""
+    lines = []
+    for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
+        while len(line) > width:
+            cut = max(line.rfind(mark, 0, width) for mark in "./") + 1 or width
+            lines.append(line[:cut])
+            line = line[cut:]
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def print_report(values: dict[str, Any], folder: Path) -> None:

@@ -28,6 +28,13 @@ def test_no_number_is_broken(columns, capsys, monkeypatch):
         assert lines[-2:] == ["out/large", "  loss ± se  1.2000 ± 0.0010"]
 
 
+def test_a_long_name_is_divided_after_a_dot(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table(ResultTable("", ("module", "as"), [("model.layers.*.self_attn.q_proj", "3 bits"), ("a" * 50, "1")]))
+    cells = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert cells[:2] == ["model.layers.*.self_attn.", "q_proj"] and "".join(cells[2:]) == "a" * 50
+
+
 class Hundred(Shown):
     def tables(self):
         return [ResultTable("<b>title", ("a", "b"), [(f"<{i}>", "1") for i in range(100)])]

@@ -29,7 +29,7 @@ SPAN = 127.0  # smallest threshold, relative to the range: smaller inputs are ro
 
 
 class OutlierSuppression(WeightGrid, EqualizingPass):
-    """Center and scale down input channels with outliers; follow with rtn or gptq, same weights and activations.
+    """Center and scale down input channels with outliers; rtn or gptq with the same grids follows.
 
     Shift: z_j = (max X_j + min X_j) / 2 is subtracted from each channel in the bias of the module that writes it, and W
     z is added to the biases of the linears that read it. It is left out where one of them has no bias, as in models

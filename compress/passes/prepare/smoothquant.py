@@ -21,7 +21,7 @@ SEARCHED = tuple(i / 20 for i in range(21))  # candidates of alpha: search; each
 
 
 class SmoothQuant(EqualizingPass):
-    """Move outliers from activations into weights, so that activations can be quantized; follow with a quantizing pass.
+    """Move outliers from activations into weights, so that activations can be quantized; a quantizing pass follows.
 
     Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it. The
     division is folded into the module that writes the input: a norm, or a linked linear. Each fold is verified in

@@ -22,7 +22,7 @@ from compress.passes.families.equalizing import SMALLEST, EqualizingPass, Reader
 
 
 class FPTQ(EqualizingPass):
-    """Choose the activation quantization of each layer by its range; follow with a pass that quantizes weights alone.
+    """Choose the activation quantization of each layer by its range; a pass that quantizes weights alone follows.
 
     The range v of an input is its largest magnitude in calibration.
 

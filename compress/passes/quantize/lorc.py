@@ -31,7 +31,7 @@ RANK = 16
 
 
 class LoRC(RegularizedPass):
-    """Add a low-rank correction of the rounding error to quantized layers; follow a quantizing pass.
+    """Add a low-rank correction of the rounding error to layers that an earlier pass quantized.
 
     Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed. The
     pass must follow the quantizing pass in the same sweep.

@@ -23,7 +23,7 @@ THRESHOLD = 29.5
 
 
 class MixedPrecision(BlockPass):
-    """Turn activation quantization off in the most sensitive layers; follow a pass that quantizes activations.
+    """Turn activation quantization off in the most sensitive layers; use it after a pass that quantizes activations.
 
     The error of a layer is the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in dB, on
     calibration inputs of the compressed model. The weights keep their codes.

@@ -16,7 +16,7 @@ from compress.passes.families.reconstruction import ErrorName, ReconstructionPas
 
 
 class LKD(ReconstructionPass):
-    """Train each compressed block to reproduce the output of the original block; follow the passes that compress it.
+    """Train compressed blocks to reproduce the outputs of the original ones; use it after passes that compress them.
 
     Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW. The
     original block is the teacher (section 3.3 of the paper). The pass must follow the passes that compress the block,

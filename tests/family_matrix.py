@@ -295,50 +295,75 @@ def logits_of(model: PreTrainedModel, ids: Tensor | dict[str, Tensor]) -> Tensor
 
 HEAD = """# Which pass works on which family of models
 
-Each pass was run on a tiny random model of each family: planned, run, saved in format `native`, loaded again, and compared
-with the logits before saving. A pass that only rounds to 8 bits must also keep the logits close to those of the
-uncompressed model. Other models of the same structure behave the same.
+{headline}
 
-| cell | means |
-|---|---|
-| + | it works |
-| a reason | `plan` and `run` refuse it with an error that says what to write instead; [Reasons](#reasons) explains it |
-| a reason with * | only the calibration data decide, so `run` refuses it |
+## How to read the table
 
-`python eval/benchmarks/families.py --write` writes this page. The slow tests try a sixth of its cells. Options of each pass
-are in `SPECIAL` of `tests/family_matrix.py`.
+A family is a structure of models. Find yours in the second column; other models of the same structure behave the same.
+The last column lists the passes that do not work, each with its reason. [Reasons](#reasons) explains the reasons. All
+other passes work.
+
+`plan` refuses such a pass before any work, with an error that says what to write instead. A reason with * depends on the
+calibration data, so only `run` refuses it.
+
+Each cell was tried on a tiny random model of the family: plan, run, save in format `native`, load again, and compare with
+the logits before saving. A pass that only rounds to 8 bits must also keep the logits close to those of the uncompressed
+model. `python eval/benchmarks/families.py --write` tries all cells and writes this page; the slow tests try a sixth of
+them. Options of each pass are in `SPECIAL` of `tests/family_matrix.py`.
 """
+EVERY = "every pass"
 GROUPS = {
-    "Round weights": PASSES.of_kind("quantize"),
-    "Prepare, and quantize the cache": [*PASSES.of_kind("prepare"), *PASSES.of_kind("cache")],
-    "Prune": PASSES.of_kind("prune"),
-    "Train, and change the shape": [*PASSES.of_kind("train"), *PASSES.of_kind("reshape")],
+    "quantize": PASSES.of_kind("quantize"),
+    "prepare, or quantize the cache": [*PASSES.of_kind("prepare"), *PASSES.of_kind("cache")],
+    "prune": PASSES.of_kind("prune"),
+    "train, or change the shape": [*PASSES.of_kind("train"), *PASSES.of_kind("reshape")],
 }
-"""The tables of the document."""
+"""The kinds of passes of the document's headline."""
 
 
 def document(cells: dict[str, dict[str, str]]) -> str:
     """The text of docs/families.md. cells: the code by family and pass."""
-    parts = [HEAD]
-    for title, keys in GROUPS.items():
-        rows = [["family", *(f"`{key}`" for key in keys)], ["---"] * (1 + len(keys))]
-        rows += [[family, *(cells.get(family, {}).get(key, "?") for key in keys)] for family in STRUCTURES]
-        parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
+    rows = ["| family | structure | does not work |", "| --- | --- | --- |"]
+    rows += [f"| {family} | {text} | {refused(cells.get(family, {}))} |" for family, text in STRUCTURES.items()]
     used = {code.removesuffix(LATE) for found in cells.values() for code in found.values()}
-    reasons = [f"- {code}: {text}" for code, (_, text) in REASONS.items() if code in used]
-    parts.append("## Reasons\n\n" + "\n".join(reasons) + "\n")
-    families = [f"- {family}: {text}" for family, text in STRUCTURES.items()]
-    return "\n".join([*parts, "## Families\n\n" + "\n".join(families) + "\n"])
+    reasons = ["| reason | means |", "| --- | --- |"]
+    reasons += [f"| {code} | {text} |" for code, (_, text) in REASONS.items() if code in used]
+    parts = [HEAD.format(headline=headline(cells)), "## Families\n", *rows, "\n## Reasons\n", *reasons]
+    return "\n".join(parts) + "\n"
+
+
+def headline(cells: dict[str, dict[str, str]]) -> str:
+    """The number of passes of each kind that work on all families, without the families on which no pass works."""
+    none = [name for name in STRUCTURES if all(code != WORKS for code in cells.get(name, {}).values())]
+    families = [name for name in STRUCTURES if name not in none]
+    lines = [f"No pass works on {' and '.join(none)}. On the other {len(families)} of {len(STRUCTURES)} families:\n"]
+    lines += ["| passes that | work on all of them | work on some |", "| --- | --- | --- |"]
+    for title, keys in GROUPS.items():
+        counts = {key: sum(cells.get(name, {}).get(key) == WORKS for name in families) for key in keys}
+        some = [f"`{key}` ({count})" for key, count in counts.items() if count < len(families)]
+        lines.append(f"| {title} | {len(keys) - len(some)} of {len(keys)} | {', '.join(some)} |")
+    return "\n".join(lines)
+
+
+def refused(codes: dict[str, str]) -> str:
+    """The cell of a family: the passes that do not work, by their codes; `read_document` reads it."""
+    keys_by_code: dict[str, list[str]] = {}
+    for key in CHAINS:
+        if codes.get(key, "?") != WORKS:
+            keys_by_code.setdefault(codes.get(key, "?"), []).append(f"`{key}`")
+    if len(keys_by_code) == 1 and all(len(keys) == len(CHAINS) for keys in keys_by_code.values()):
+        return f"{EVERY} ({next(iter(keys_by_code))})"
+    return "; ".join(f"{', '.join(keys)} ({code})" for code, keys in keys_by_code.items())
 
 
 def read_document(text: str) -> dict[str, dict[str, str]]:
     """The cells of the document: the code by family and pass."""
     found: dict[str, dict[str, str]] = {}
-    keys: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if cells and cells[0] == "family":
-            keys = [cell.strip("`") for cell in cells[1:]]
-        elif cells and cells[0] in STRUCTURES:
-            found.setdefault(cells[0], {}).update(zip(keys, cells[1:], strict=True))
+        if cells and cells[0] in STRUCTURES:
+            found[cells[0]] = dict.fromkeys(CHAINS, WORKS)
+            for keys, code in re.findall(r"([^();]+) \(([^)]+)\)", cells[2]):
+                names = CHAINS if keys.strip() == EVERY else re.findall(r"`(\w+)`", keys)
+                found[cells[0]] |= dict.fromkeys(names, code)
     return found

@@ -53,3 +53,20 @@ def test_the_type_checker_is_in_standard_mode():
     settings = PROJECT["tool"]["pyright"]
     assert settings["typeCheckingMode"] == "standard" and settings["include"] == ["compress"]
     assert {name for name in settings if name.startswith("report")} == {"reportMissingTypeStubs"}
+
+
+def test_warnings_are_errors_in_tests_with_listed_exceptions():
+    first, *exceptions, last = PROJECT["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    assert first == "error" and last == r"error:::compress(\..*)?$"
+    assert all(line.startswith("ignore:") and line.count(":") > 1 for line in exceptions)
+    assert [line for line in exceptions if line.startswith("ignore::") and "Warning:" in line] == []
+
+
+def test_every_action_of_a_workflow_has_a_version_and_reads_only_what_it_needs():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        stated = workflow(path.stem)
+        assert stated["permissions"] == {"contents": "read"}, path.name
+        steps = [step for job in stated["jobs"].values() for step in job["steps"]]
+        used = [step["uses"] for step in steps if "uses" in step]
+        assert used and [use for use in used if not re.search(r"@(v\d+(\.\d+)*|release/v\d+|[0-9a-f]{40})$", use)] == []
+        assert all(("uses" in step) != ("run" in step) for step in steps), path.name

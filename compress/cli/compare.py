@@ -10,7 +10,7 @@ import click
 from compress.cli.eval import print_evaluation, settings_of, settings_options
 from compress.cli.options import DEVICE, DTYPE
 from compress.cli.paths import UserPath
-from compress.cli.show import echo, print_json, print_table
+from compress.cli.show import print_json, print_sentence, print_table
 
 
 @click.command("compare")
@@ -62,7 +62,7 @@ def compare(
     else:
         print_table(variants.table())
         for sentence in variants.verdicts():
-            echo(sentence)
+            print_sentence(sentence)
     if out is not None:
         write_text(out, variants.html() if out.suffix == ".html" else str(variants.picture()))
     if variants.comparison is not None:

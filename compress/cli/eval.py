@@ -10,7 +10,7 @@ import click
 from compress.cli.complete import complete_suite
 from compress.cli.options import DEVICE, DTYPE, FAIL_IF, limits_of
 from compress.cli.paths import UserPath
-from compress.cli.show import echo, print_table
+from compress.cli.show import echo, print_sentence, print_table
 from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
@@ -149,6 +149,6 @@ def print_evaluation(comparison: Comparison) -> None:
     for table in comparison.tables():
         print_table(table)
     for note in comparison.notes:
-        echo(note if note.startswith("warning: ") else f"note: {note}")
+        print_sentence(note if note.startswith("warning: ") else f"note: {note}")
     for name, reason in comparison.failed.items():
-        echo(f"failed: {name}: {reason}")
+        print_sentence(f"failed: {name}: {reason}")

@@ -10,7 +10,7 @@ import click
 from compress.cli.complete import complete_target
 from compress.cli.group import without_collection
 from compress.cli.paths import UserPath
-from compress.cli.show import echo, print_json, process_memory
+from compress.cli.show import echo, print_json, print_sentence, process_memory
 from compress.recipe.tables import megabytes
 
 
@@ -82,10 +82,10 @@ def init(model: str, target: str, out: Path, source: str, overwrite: bool, check
         return
     echo(f"{out}: {draft.start.summary}")
     for line in draft.changed:
-        echo(f"note: {line}")
+        print_sentence(f"note: {line}")
     if draft.planned is not None and sizes is not None:
         for line in draft.planned.notes:
-            echo(f"note: {line}")
+            print_sentence(f"note: {line}")
         dense, small = megabytes(sizes["dense_bytes"]), megabytes(sizes["checkpoint_bytes"])
-        echo(f"plan: {dense} MB become {small} MB; the run needs {process_memory(sizes['memory_bytes'])}")
+        print_sentence(f"plan: {dense} MB become {small} MB; the run needs {process_memory(sizes['memory_bytes'])}")
     echo(f"next: {join(['compress', 'run', str(out), '-o', f'out/{out.stem}'])}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from compress.cli.paths import UserPath
-from compress.cli.show import echo, print_json, print_table
+from compress.cli.show import echo, print_json, print_sentence, print_table
 from compress.recipe.tables import ResultTable, megabytes
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def _print(inspection: Inspection, all_modules: bool) -> None:
         ResultTable("", tuple(columns), [tuple(text(module) for text in columns.values()) for module in modules])
     )
     for note in inspection.notes:
-        echo(f"note: {note}")
+        print_sentence(f"note: {note}")
     echo(
         f"{inspection.source}: {inspection.method}; {len(inspection.modules)} modules in {len(inspection.files)} files"
     )
     file_bytes = sum(inspection.files.values())
     sizes = f"{megabytes(inspection.size_bytes)} MB ({megabytes(file_bytes)} MB in the files)"
-    echo(f"weights: {inspection.weights}, {sizes}, bits per weight: {inspection.bits_per_weight:.2f}")
+    print_sentence(f"weights: {inspection.weights}, {sizes}, bits per weight: {inspection.bits_per_weight:.2f}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from compress.cli.complete import complete_pass, complete_shipped
-from compress.cli.show import echo, print_json, print_pass
+from compress.cli.show import echo, print_items, print_json, print_pass
 from compress.errors import RecipeError, did_you_mean
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def passes(name: str | None, plugin: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": key, "summary": page.summary, "paper": page.paper} for key, page in page_by_key.items()])
         return
-    width = max(map(len, page_by_key))
-    for key, page in page_by_key.items():
-        echo(f"{key:{width}}  {page.summary}")
+    print_items({key: page.summary for key, page in page_by_key.items()})
 
 
 def _page(key: str) -> PassPage:
@@ -72,8 +70,7 @@ def schemes(as_json: bool) -> None:
             ]
         )
         return
-    for preset in presets().values():
-        echo(f"{preset.name:12}  {preset.summary}")
+    print_items({preset.name: preset.summary for preset in presets().values()})
 
 
 @click.command()
@@ -96,6 +93,4 @@ def recipes(name: str | None, as_json: bool) -> None:
     elif as_json:
         print_json([{"name": key, "summary": summary_of(path)} for key, path in path_by_name.items()])
     else:
-        width = max(map(len, path_by_name))
-        for key, path in path_by_name.items():
-            echo(f"{key:{width}}  {summary_of(path)}")
+        print_items({key: summary_of(path) for key, path in path_by_name.items()})

@@ -10,9 +10,9 @@ import click
 
 from compress.cli.complete import complete_device, complete_recipe
 from compress.cli.group import without_collection
-from compress.cli.show import echo, print_json, print_table
+from compress.cli.show import print_json, print_sentence, print_table
 from compress.recipe.shipped import SUFFIXES, shipped
-from compress.recipe.tables import ResultTable
+from compress.recipe.tables import ResultTable, megabytes
 
 if TYPE_CHECKING:
     from compress.pipeline.rooflines import Roofline
@@ -73,7 +73,7 @@ def roofline(subject: str | None, on: str, batch: int, context: int, listed: boo
         after = estimated.after and estimated.after.decode
         print_table(_table(f"decode one token: {title}", estimated.before.decode, after))
     for line in _totals(estimated):
-        echo(line)
+        print_sentence(line)
 
 
 def _list(as_json: bool) -> None:
@@ -82,9 +82,18 @@ def _list(as_json: bool) -> None:
     if as_json:
         print_json([asdict(device) for device in devices().values()])
         return
-    for name, device in devices().items():
-        rates = ", ".join(f"{kind} {rate / 1e12:g}" for kind, rate in device.rates.items())
-        echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
+    kinds = list(dict.fromkeys(kind for device in devices().values() for kind in device.rates))
+    rows = [
+        (
+            name,
+            *(f"{device.rates[kind] / 1e12:g}" if kind in device.rates else "" for kind in kinds),
+            f"{device.bandwidth / 1e9:g}",
+            f"{device.memory / 1e9:g}",
+        )
+        for name, device in devices().items()
+    ]
+    head = ("device", *(f"{kind}, 10^12/s" for kind in kinds), "GB/s", "GB")
+    print_table(ResultTable("", head, rows))
 
 
 def _table(title: str, original: PassCost, compressed: PassCost | None) -> ResultTable:
@@ -108,20 +117,25 @@ def _totals(estimated: Roofline) -> list[str]:
     lines = ["prefill: " + " -> ".join(f"{side.prefill.seconds * 1e3:.3g} ms" for side in sides)]
     steps = [side.decode.seconds for side in sides if side.decode is not None]
     if steps:
-        rates = " -> ".join(f"{estimated.batch / seconds:.4g}" for seconds in steps)
+        rates = " -> ".join(shortened(estimated.batch / seconds) for seconds in steps)
         lines.append(
             f"decode: {' -> '.join(f'{seconds * 1e3:.3g} ms' for seconds in steps)} per token, {rates} tokens/s"
         )
     else:
         lines.append("decode: none; the model keeps no cache of keys and values")
-    weights = " -> ".join(f"{side.weight_bytes / 1e9:.3g} GB" for side in sides)
-    cache, memory = sides[-1].cache_bytes / 1e9, estimated.device.memory
+    weights = " -> ".join(in_bytes(side.weight_bytes) for side in sides)
+    cache, memory = in_bytes(sides[-1].cache_bytes), estimated.device.memory
     fits = " -> ".join(dict.fromkeys("fits" if s.memory_bytes <= memory else "does not fit" for s in sides))
-    lines.append(f"memory: weights {weights}, KV cache {cache:.3g} GB; {fits} in {memory / 1e9:.3g} GB")
+    lines.append(f"memory: weights {weights}, KV cache {cache}; {fits} in {memory / 1e9:.3g} GB")
     lines += [
         f"KV cache: {policy} is simulated; the figures are those of an exact cache" for policy in estimated.simulated
     ]
     return lines
+
+
+def in_bytes(size_bytes: float) -> str:
+    """Format a size with three digits, in MB below one GB: 2.44 MB, 13.5 GB."""
+    return f"{megabytes(size_bytes)} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:.3g} GB"
 
 
 def shortened(number: float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 LONG = 500
 """The most rows of a table that `rich` draws; it takes 2 ms per row."""
+
+PAGE = 100
+"""The most characters of a line of text."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except new line and tab, changes of the direction of text, and halves of surrogate pairs."""
@@ -90,8 +94,20 @@ def _print_boxed(table: ResultTable, width: int) -> None:
     for i, name in enumerate(table.head):
         boxed.add_column(name, justify="left" if i == 0 else "right", width=widths[i], overflow="fold")
     for row in table.rows:
-        boxed.add_row(*row)
+        boxed.add_row(*(_folded(cell, width) for cell, width in zip(row, widths, strict=True)))
     Console(markup=False, width=width).print(boxed)
+
+
+def _folded(text: str, width: int) -> str:
+    """Return a cell in lines of at most a width; a long name is divided after a dot or a slash, if it has one."""
+    lines = []
+    for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
+        while len(line) > width:
+            cut = max(line.rfind(mark, 0, width) for mark in "./") + 1 or width
+            lines.append(line[:cut])
+            line = line[cut:]
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def print_report(values: dict[str, Any], folder: Path) -> None:
@@ -106,9 +122,9 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     if report.formats:
         print_table(ResultTable("", formats.HEAD, formats.rows(report)))
     if report.reading is not None:
-        echo(time_and_memory.disk_time(report.reading))
+        print_sentence(time_and_memory.disk_time(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
-        echo(line)
+        print_sentence(line)
     echo(f"checkpoint sha256: {report.checkpoint_sha256}")
     for line in formats.digests(report):
         echo(line)
@@ -135,16 +151,17 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
         rows = [(name, count, *cells) for count, (name, *cells) in zip(counts, rows, strict=True)]
     print_table(ResultTable("", head, rows))
     for note in planned.notes:
-        echo(f"note: {note}")
-    echo(f"checkpoint: {megabytes(planned.checkpoint_bytes)} MB of tensors ({megabytes(planned.dense_bytes)} MB dense)")
+        print_sentence(f"note: {note}")
+    tensors, dense = megabytes(planned.checkpoint_bytes), megabytes(planned.dense_bytes)
+    print_sentence(f"checkpoint: {tensors} MB of tensors ({dense} MB dense)")
     for name, size in planned.formats.items():
         echo(f"converted to {name}: {megabytes(size)} MB of tensors, in the folder {name} inside")
     process_bytes = planned.process_bytes
     several = "" if process_bytes is None else f"; each of several processes {process_memory(process_bytes)}"
-    echo(f"memory: needs {process_memory(planned.memory_bytes)}{several}")
+    print_sentence(f"memory: needs {process_memory(planned.memory_bytes)}{several}")
     for need in () if planned.fit is None else planned.fit.needs:
-        echo(f"  {need.where}: {megabytes(need.size_bytes)} MB ({need.text})")
-    echo(time_of(planned))
+        print_sentence(f"{need.where}: {megabytes(need.size_bytes)} MB ({need.text})", "  ")
+    print_sentence(time_of(planned))
 
 
 def process_memory(tensor_bytes: int) -> str:
@@ -181,26 +198,70 @@ def print_pass(page: PassPage) -> None:
     """Print the page of a pass: documentation, order, paper, options with defaults and ranges, and measured rows."""
     from compress.recipe.measured import figure, measured, spelled
 
-    echo(f"{page.name}\n\n{page.summary}")
+    echo(f"{page.name}\n")
+    _print_wrapped(page.summary)
     for title, text in page.sections():
         if text:
-            echo(f"\n{title.lower()}: {text}" if title else f"\n{text}")
-    schemes = f"; schemes: {', '.join(page.schemes)}" if page.schemes else ""
-    echo(f"recipe: compress run {page.name} --model MODEL{schemes}")
+            echo(f"\n{title.lower()}:")
+            _print_text(text)
+    echo(f"\nrecipe:\n  compress run {page.name} --model MODEL")
+    if page.schemes:
+        echo("\nschemes:")
+        _print_wrapped(", ".join(page.schemes), "  ")
     echo("\noptions:")
     for option in page.options:
         default = "required" if option.default is None else option.default
         values = f" ({option.values})" if option.values else ""
-        _wrapped(f"{option.name} = {default}{values}: {option.description}")
+        _print_wrapped(f"{option.name} = {default}{values}: {option.description}", "  ", "      ")
     for table, rows in page.measured:
-        echo(f"\nmeasured perplexity; {table.text}:")
+        echo("")
+        _print_wrapped(f"measured perplexity; {table.text}:")
         for row in rows:
             chain = ", ".join(map(spelled, row.passes))
             bits = f", {row.bits:g} bits" if row.bits else ""
-            _wrapped(f"{figure(row.perplexity):<7} {chain}{bits}{f' ({row.note})' if row.note else ''}")
+            note = f" ({row.note})" if row.note else ""
+            _print_wrapped(f"{chain}{bits}{note}", f"  {figure(row.perplexity):<7} ", " " * 10)
     if page.measured:
-        echo(f"\n{measured().protocol}; uncompressed: {measured().uncompressed}")
+        echo("")
+        _print_wrapped(f"{measured().protocol}; uncompressed: {measured().uncompressed}")
 
 
-def _wrapped(text: str) -> None:
-    echo(click.wrap_text(text, 100, "  ", "      ", preserve_paragraphs=False))
+def print_items(items: Mapping[str, str]) -> None:
+    """Print a line for each name with its text; on a terminal long texts are wrapped in their column."""
+    indent = max(map(len, items)) + 2
+    for name, text in items.items():
+        _print_wrapped(text, f"{name:{indent}}", " " * indent, pipe=None)
+
+
+def print_sentence(text: str, indent: str = "") -> None:
+    """Print words as one line; on a terminal they are wrapped, and the further lines are indented."""
+    _print_wrapped(text, indent, f"{indent}  ", pipe=None)
+
+
+def _print_text(text: str) -> None:
+    """Print paragraphs and lists, of which each item starts with '- '."""
+    for i, paragraph in enumerate(text.split("\n\n")):
+        if i:
+            echo("")
+        for item in re.split(r"\n(?=- )", paragraph):
+            _print_wrapped(item, "  ", "    " if item.startswith("- ") else "  ")
+
+
+def _print_wrapped(text: str, first: str = "", others: str = "", pipe: int | None = PAGE) -> None:
+    """Print words in lines of at most the width of the terminal.
+
+    Args:
+        first: start of the first line.
+        others: start of the other lines.
+        pipe: most characters of a line where there is no terminal, and on wide ones; None: all words are one line.
+    """
+    terminal = shutil.get_terminal_size((0, 24)).columns
+    width = min(terminal, PAGE) if terminal and pipe else terminal or pipe
+    words = " ".join(text.split())
+    if width is None:
+        echo(first + words)
+        return
+    lines = textwrap.wrap(
+        words, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
+    echo("\n".join(lines))

@@ -61,7 +61,8 @@ class Need:
     def text(self) -> str:
         """The parts in words, the largest first."""
         shown = sorted(((size, name) for name, size in self.parts.items() if size >= SHOWN_BYTES), reverse=True)
-        return ", ".join(f"{name} {megabytes(size)} MB" for size, name in shown) or "nothing"
+        parts = ", ".join(f"{name} {megabytes(size)} MB" for size, name in shown)
+        return parts or f"parts below {megabytes(SHOWN_BYTES)} MB"
 
 
 @dataclass

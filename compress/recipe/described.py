@@ -5,21 +5,24 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
 from compress.passes.contract.discovery import is_class
 from compress.passes.contract.options import Options
-from compress.passes.contract.passes import Pass
+from compress.passes.contract.passes import ModelPass, Pass
 from compress.recipe.pages import Option, PassPage
 from compress.recipe.plugins import available
+from compress.recipe.shipped import shipped, steps_of
 
 
 def page_of(key: str, step: type[Pass]) -> PassPage:
     """Return the page of a class under its key in recipes."""
+    own = {field.alias or name for name, field in step.model_fields.items() if name in inspect.get_annotations(step)}
     return PassPage.of_values(
         key,
         {
@@ -27,13 +30,50 @@ def page_of(key: str, step: type[Pass]) -> PassPage:
             "text": inspect.cleandoc(step.__doc__ or "").partition("\n")[2].strip(),
             "use_for": step.use_for,
             "not_for": step.not_for,
+            "cost": cost_of(key, step),
             "paper": step.paper,
             "needs": sorted(step.after),
             "refuses": sorted(step.never_after),
             "makes": sorted(step.makes),
-            "options": [vars(option) for option in options_of(step)],
+            "options": [vars(replace(option, own=option.name in own)) for option in options_of(step)],
         },
     )
+
+
+def cost_of(key: str, step: type[Pass]) -> str:
+    """Return what a pass reads, and what it keeps in memory; '' for a plugin with options that must be given.
+
+    The pass has its defaults, or if these are not enough the options of the shipped recipe of its name.
+    """
+    example = _example(key, step)
+    if example is None:
+        return ""
+    requires = example.requires
+    learns = requires.batches and (requires.reference or requires.original)
+    sentences = {
+        "Reads the calibration text.": requires.data,
+        "Reads no calibration text with its defaults.": not requires.data,
+        "Needs one block of the model in memory at a time.": not isinstance(example, ModelPass),
+        "Needs the whole model in memory.": isinstance(example, ModelPass),
+        "Gradients and the state of the optimizer are in memory too.": requires.training and not learns,
+        "A gradient for each weight is in memory too.": requires.objective and not requires.training,
+        "The teacher is in memory too.": requires.teacher,
+        "The uncompressed model runs alongside, block by block.": requires.reference,
+        "Trains each block by gradients.": learns,
+        f"Its time grows with `{step.repeats}`.": step.repeats is not None,
+    }
+    return " ".join(sentence for sentence, holds in sentences.items() if holds)
+
+
+def _example(key: str, step: type[Pass]) -> Pass | None:
+    path = shipped().get(key)
+    steps = [] if path is None else [item[key] for item in steps_of(path) if isinstance(item, dict) and key in item]
+    for options in ({}, *steps):
+        try:
+            return step.model_validate(options)
+        except ValidationError:
+            continue
+    return None
 
 
 def pages_of_all(plugins: Sequence[str]) -> dict[str, Callable[[], PassPage]]:

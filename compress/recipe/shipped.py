@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from compress.errors import RecipeError, did_you_mean
 
@@ -26,6 +29,11 @@ def shipped() -> dict[str, Path]:
 def summary_of(path: Path) -> str:
     """Return the purpose of a recipe: its first line, without the comment sign."""
     return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def steps_of(path: Path) -> list[Any]:
+    """Return the passes of a recipe as its file spells them."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["passes"]
 
 
 def find_recipe(word: str | Path) -> Path:

@@ -9,9 +9,9 @@ import pytest
 
 from compress import Recipe
 from compress.passes import PASSES
-from compress.recipe.described import options_of, page_of, summary_of
+from compress.recipe.described import cost_of, options_of, page_of, summary_of
 from compress.recipe.measured import figure, measured, rows_of
-from compress.recipe.pages import markdown
+from compress.recipe.pages import markdown, options_in_chains
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,9 +50,9 @@ def test_options_have_ranges_and_defaults_in_words():
 
 def test_the_page_has_the_order_the_schemes_and_the_measured_rows():
     page = page_of("gptq", PASSES["gptq"])
-    assert (
-        dict(page.sections())["Order"] == "The layers must not be quantized before it. They are quantized afterwards."
-    )
+    assert dict(page.sections())["Order"] == "No earlier pass may quantize weights."
+    lorc = page_of("lorc", PASSES["lorc"])
+    assert dict(lorc.sections())["Order"].startswith("An earlier pass must quantize weights.")
     assert "W4A16" in page.schemes and page.paper.endswith("2210.17323")
     found = page.to_json()
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, default=list))
@@ -66,6 +66,45 @@ def test_the_page_has_the_order_the_schemes_and_the_measured_rows():
     assert "| `damping` | a number above 0 and at most 1 | `0.01` |" in text and "```yaml\nmodel: m\n```" in text
     alone = markdown(page_of("top_kast", PASSES["top_kast"]), "x")
     assert "No row of [the tables]" in alone
+
+
+SECTIONS = "When to use it", "Recipe", "Main options", "Cost", "How it works", "Measured", "Other options", "Source"
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_page_answers_the_same_questions_in_the_same_order(name):
+    text = (ROOT / "docs" / "passes" / f"{name}.md").read_text(encoding="utf-8")
+    titles = re.findall("^## (.*)$", text, re.MULTILINE)
+    assert titles == [title for title in SECTIONS if title in titles]
+    assert set(SECTIONS) - set(titles) <= {"Other options"}  # all options are main ones
+    page = page_of(name, PASSES[name])
+    for wanted in (page.use_for, page.not_for, page.cost, page.text, f"<{page.paper}>"):
+        assert wanted and wanted in text
+    tables = re.sub(r"^## Measured$.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
+    shown = re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE)
+    assert sorted(shown) == sorted(option.name for option in page.options)
+
+
+def test_main_options_are_those_of_the_class_and_those_that_chains_set():
+    def main(name):
+        return [option.name for option in page_of(name, PASSES[name]).main_options()]
+
+    assert {"weights", "group_size", "activations", "act_order"} <= set(main("gptq"))
+    assert "damping" not in main("gptq") and "allocate.bits" not in main("gptq")
+    assert "shrinkage" not in main("gptq")  # only the recipes of papers set it
+    assert set(main("distill")) == {"train", "epochs", "learning_rate", "ce_weight"}
+    assert "shrinkage" not in options_in_chains("gptq") and options_in_chains("nothing") == set()
+
+
+def test_the_cost_follows_from_the_size_and_the_requirements_of_a_pass():
+    def cost(name):
+        return cost_of(name, PASSES[name])
+
+    assert cost("rtn").startswith("Reads no calibration text") and "one block" in cost("rtn")
+    assert cost("distill").count("in memory") == 3 and cost("distill").endswith("Its time grows with `steps`.")
+    assert "whole model" in cost("drop_blocks")  # an option must be given: that of the recipe of its name
+    assert "gradients" in cost("signround") and "gradients" not in cost("outlier_suppression")
+    assert cost_of("plugin", PASSES["drop_blocks"]) == ""
 
 
 def test_every_measured_row_is_a_chain_that_a_recipe_takes():

@@ -41,27 +41,29 @@ CacheGrid = Annotated[str, BeforeValidator(_cache_grid)]
 class KVCache(BlockPass):
     """Quantize the KV cache: attention reads quantized keys and values, in all later passes too.
 
-    Keys have channels that are much larger than the others in all tokens, values have none. So keys get one scale per
-    channel and group of `key_group` tokens, and values one per token and head (section 3 of the paper); the tokens of
-    an incomplete group, and the latest `residual` tokens, are exact. key_group: null quantizes keys as values, as they
-    enter the cache (LLM-QAT, Liu 2023, arXiv 2305.17888, section 2.2). The cache policy stays in the model. Passes that
-    calibrate or train later (gptq, qat, distill, ...) run through it, with a straight-through gradient; a teacher runs
-    without it. Keys are quantized in their cached form, which includes rotary position embeddings. `hadamard` quantizes
-    them transformed, where no channel is much larger than others (QuaRot, Ashkboos 2024, arXiv 2404.00456, section 4.4;
-    R3 of SpinQuant); it is for keys with a scale per token (key_group: null). An attention module is quantized if it
-    contains one of the targets. Passes that rewrite attention modules and prove the rewrite (smoothquant, awq,
-    channel_permutation) must come before this pass, because quantization turns the smallest difference into a whole
-    step, so proofs fail.
+    Scales: some channels of keys are much larger than the others in all tokens; those of values are not. So keys get
+    one scale per channel and group of `key_group` tokens, and values one per token and head (section 3 of the paper).
+    The tokens of an incomplete group, and the latest `residual` tokens, are exact. key_group: null quantizes keys as
+    values, as they enter the cache (LLM-QAT, Liu 2023, arXiv 2305.17888, section 2.2).
 
-    The cache does not become smaller here, because quantized numbers keep the model's dtype. Servers store small
-    caches: vLLM with --kv-cache-dtype fp8 (automatic for a checkpoint with static fp8_e4m3 scales), transformers with
-    cache_implementation="quantized" (integers of 2 or 4 bits).
+    Keys are quantized in their cached form, which includes rotary position embeddings. `hadamard` transforms them
+    before, so that no channel is much larger than others (QuaRot, Ashkboos 2024, arXiv 2404.00456, section 4.4; R3 of
+    SpinQuant). It is for keys with a scale per token (key_group: null).
+
+    Order: the cache policy stays in the model. Passes that calibrate or train later (gptq, qat, distill, ...) run
+    through it, with a straight-through gradient; a teacher runs without it. Passes that rewrite attention modules and
+    verify the rewrite (smoothquant, awq, channel_permutation) must come before this pass, because quantization turns
+    the smallest difference into a whole step. An attention module is quantized if it contains one of the targets.
+
+    Memory: the cache does not become smaller in compress, because quantized numbers keep the model's dtype. Servers
+    store small caches: vLLM with --kv-cache-dtype fp8 (automatic for a checkpoint with static fp8_e4m3 scales),
+    transformers with cache_implementation="quantized" (integers of 2 or 4 bits).
     """
 
     use_for: ClassVar[str] = (
-        "Long contexts and many requests at once: 8 bits cost nearly nothing, 4 bits little with keys per channel."
+        "Long contexts and many requests at once. 8 bits cost nearly nothing, 4 bits little with keys per channel."
     )
-    not_for: ClassVar[str] = "Short contexts, where weights are most of the memory."
+    not_for: ClassVar[str] = "Short contexts, where weights take most of the memory."
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.02750"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})

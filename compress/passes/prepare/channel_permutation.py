@@ -33,14 +33,14 @@ WILD = "*?[:"
 class ChannelPermutation(BlockPass):
     """Reorder input channels so that a later N:M pruning pass keeps more important weights; remove nothing.
 
-    If linears of the block write the channels and may write them in any order (feed-forward channels, values inside of
-    a head), their rows are permuted in the same way, which costs nothing at run time. Each such rewrite is proved in
-    float32, and undone if it changes the block's output. Linears that read the same tensor share one permutation.
+    Channels can be reordered if linears of the block write them and may write them in any order: feed-forward channels,
+    and values inside a head. The rows of these linears are permuted in the same way, which costs nothing at run time.
+    Each rewrite is verified in float32, and undone if it changes the block's output. Linears that read the same tensor
+    share one permutation.
     """
 
     use_for: ClassVar[str] = (
-        "N:M pruning, in front of wanda, magnitude or sparsegpt: it finds an order of channels that keeps larger "
-        "scores, at no cost where the block lets channels be reordered."
+        "N:M pruning, before wanda, magnitude or sparsegpt: the new order keeps weights with larger scores."
     )
     not_for: ClassVar[str] = "Unstructured pruning, where the order of channels does not matter."
     paper: ClassVar[str] = (

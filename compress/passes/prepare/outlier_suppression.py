@@ -29,27 +29,28 @@ SPAN = 127.0  # smallest threshold, relative to the range: smaller inputs are ro
 
 
 class OutlierSuppression(WeightGrid, EqualizingPass):
-    """Center and scale down input channels with outliers; follow with rtn or gptq, same weights and activations.
+    """Center and scale down input channels with outliers; rtn or gptq with the same grids follows.
 
-    Shift: z_j = (max X_j + min X_j) / 2 is subtracted from each channel in the bias of the module that writes it, and
-    W z added to the biases of the readers. It is left out where one of them has no bias, as in models with RMSNorm.
+    Shift: z_j = (max X_j + min X_j) / 2 is subtracted from each channel in the bias of the module that writes it, and W
+    z is added to the biases of the linears that read it. It is left out where one of them has no bias, as in models
+    with RMSNorm.
 
-    Scale: s_j = max(1, max|X_j - z_j| / t) divides the channels above the threshold t and multiplies the weights.
-    t is searched between the range of the input and 1/127 of it, in `steps` equal ratios, for the least error of the
-    block's output with the weights and inputs of the readers rounded, on the first calibration batch; no scale is tried
-    as well. (The reference code has equal differences and at least 100 steps, and compares the outputs of attention and
-    MLP, which it finds by their names.)
+    Scale: s_j = max(1, max|X_j - z_j| / t) divides the channels above the threshold t and multiplies the weights. t is
+    searched between the range of the input and 1/127 of it, in `steps` equal ratios; no scale is tried as well. The
+    choice has the least error of the block's output on the first calibration batch, with weights and inputs rounded.
+    The reference code has equal differences and at least 100 steps, and compares the outputs of attention and MLP,
+    which it finds by their names.
 
-    Both are folded into the module that writes the input: a norm, or a linked linear. Each fold is proved in
-    float32, and undone if it changes the block's output.
+    Both are folded into the module that writes the input: a norm, or a linked linear. Each fold is verified in float32,
+    and undone if it changes the block's output.
     """
 
     use_for: ClassVar[str] = (
-        "Inputs in 8 bits of models with LayerNorm and biases, whose channels can be centered, in front of gptq or rtn."
+        "Activations in 8 bits of models with LayerNorm and biases, whose channels can be centered, before gptq or rtn."
     )
     not_for: ClassVar[str] = (
-        "Weights in 4 bits, where recipe w4a8 loses less; 8 bits on models with RMSNorm, where w8a8-rotated does. "
-        "Short runs: every input takes `steps` passes through its block."
+        "Weights in 4 bits, where recipe w4a8 loses less. 8 bits on models with RMSNorm, where w8a8-rotated loses "
+        "less. Short runs: every input takes `steps` passes through its block."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.09145"
 

@@ -48,29 +48,33 @@ STORE_BYTES = 1 << 30
 
 
 class Rotate(ReshapingPass):
-    """Rotate hidden states, values and inputs, so that they and the weights have fewer outliers; the function is kept.
+    """Rotate hidden states, values and inputs, so that they and the weights have fewer outliers; outputs do not change.
 
-    residual (R1 of SpinQuant): weights of norms are folded into the linears that read them, and all weights that read
-    or write hidden states are multiplied by one randomized Hadamard matrix (a random orthogonal matrix for a width
-    without a Hadamard matrix). A head that is tied to the embeddings gets its own weight, because only the head reads a
-    norm; this adds the bytes of the embeddings. values (R2): the values of every head are rotated, and the columns that
-    read them. The result of both is a stock model. online (R4): a Hadamard transform of the inputs of some linears when
-    they run, with its inverse in the weight; only format native can hold it if the weight is quantized. R3, of keys, is
-    `hadamard` of kv_cache. All is proved by the logits in float32, on random tokens. For models with LayerNorm, norms
-    of what is added to hidden states, or routers, `residual` is an error that names the property.
+    - residual (R1 of SpinQuant): the weights of norms are folded into the linears that read them. All weights that read
+      or write hidden states are multiplied by one randomized Hadamard matrix (a random orthogonal matrix for a width
+      without a Hadamard matrix). An LM head that is tied to the embedding gets its own weight, because only the head
+      reads a norm; this adds the bytes of the embedding.
+    - values (R2): the values of every head are rotated, and the columns that read them.
+    - online (R4): a Hadamard transform of the inputs of some linears when they run, with its inverse in the weight.
+      Only format native can store it if the weight is quantized.
+
+    residual and values give a stock model. R3, of keys, is `hadamard` of kv_cache. All is verified by the logits in
+    float32, on random tokens. For models with LayerNorm, norms of what is added to hidden states, or routers,
+    `residual` is an error that names the property.
 
     learn: from the random matrices, Cayley SGD learns one for the hidden states and one for the values of each block,
-    on the loss of the model whose inputs of linears are rounded (SpinQuant, Liu 2024, arXiv 2405.16406, section 3.2).
-    Weights stay unrounded unless `learn.weights` is set, as in the paper before GPTQ (section 4.3). The learned
-    matrices are folded and proved like the random ones.
+    on the loss of the model with activation quantization (SpinQuant, Liu 2024, arXiv 2405.16406, section 3.2). Weights
+    stay in floating point unless `learn.weights` is set, as in the paper before GPTQ (section 4.3). The learned
+    matrices are folded and verified like the random ones.
     """
 
     use_for: ClassVar[str] = (
-        "Inputs in 4 bits per token, in front of a quantizing pass; SmolLM2-135M is useless without it (eval/LOG.md)."
+        "Activations in 4 bits per token, before a quantizing pass. Without it SmolLM2-135M is useless with them "
+        "(eval/LOG.md)."
     )
     not_for: ClassVar[str] = (
-        "Weights that are on a grid already, such as dequantized GGUF files, and pruned ones: a rotation undoes both. "
-        "Small models lose far more with inputs in 4 bits than the 70B model of the paper."
+        "Weights that are on a grid already, such as dequantized GGUF files, and pruned ones: a rotation undoes both."
+        " Small models lose far more with activations in 4 bits than the 70B model of the paper."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2404.00456"
 

@@ -21,19 +21,20 @@ SEARCHED = tuple(i / 20 for i in range(21))  # candidates of alpha: search; each
 
 
 class SmoothQuant(EqualizingPass):
-    """Move outliers from activations into weights, so that activations can be quantized; follow with a quantizing pass.
+    """Move outliers from activations into weights, so that activations can be quantized; a quantizing pass follows.
 
-    Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it.
-    The division is folded into the module that writes the input: a norm, or a linked linear. Each fold is proved in
-    float32, and undone if it changes the block's output. Linears without a link are not smoothed, or, with
-    unlinked: scale, divide their inputs at run time (format native stores such a scale).
+    Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it. The
+    division is folded into the module that writes the input: a norm, or a linked linear. Each fold is verified in
+    float32, and undone if it changes the block's output. Linears without a link are not smoothed, or, with unlinked:
+    scale, divide their inputs at run time (format native stores such a scale).
 
-    alpha: search tries 0, 0.05, ... 1, and no smoothing, for each link. It takes the value with the least error
-    of the readers' outputs with weights in int8 per row and inputs in int8 per token, on a few hundred tokens.
+    alpha: 'search' tries 0, 0.05, ... 1, and no smoothing, for each link. It takes the value with the least error of
+    the outputs of the linears that read the input, with weights in int8 per row and inputs in int8 per token, on a few
+    hundred tokens.
     """
 
-    use_for: ClassVar[str] = "Inputs in 8 bits (W8A8), in front of gptq or rtn."
-    not_for: ClassVar[str] = "Weights alone: it makes them harder to round."
+    use_for: ClassVar[str] = "Activations in 8 bits (W8A8), before gptq or rtn."
+    not_for: ClassVar[str] = "Weight-only quantization: it makes weights harder to round."
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = Field(

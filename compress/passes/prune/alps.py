@@ -17,17 +17,19 @@ from compress.passes.families.pruning import PruningPass
 
 
 class ALPS(PruningPass):
-    """Choose the zeros of a whole layer by operator splitting, and fit the kept weights to the layer's output.
+    """Choose the zeros of a whole layer at once by ADMM, and fit the kept weights to the layer's output.
 
-    Minimize ||W X - Q X||^2 by ADMM: one copy of the weight fits the output, the other has the zeros of the pattern,
-    and a growing penalty draws them together until no zero moves. sparsegpt chooses the zeros of 128 columns at a time,
-    and moves none of them afterwards. At the end `repair` fits the kept weights, the second step of the paper.
+    Minimize ||W X - Q X||^2 by the alternating direction method of multipliers (ADMM). One copy of the weight fits the
+    output, the other has the zeros of the pattern. A growing penalty draws the copies together until no zero moves.
+
+    sparsegpt chooses the zeros of 128 columns at a time, and never moves them afterwards. At the end `repair` fits the
+    kept weights, the second step of the paper.
     """
 
-    use_for: ClassVar[str] = "2:4, and half of the weights zero or more: less loss than sparsegpt, in more time."
-    not_for: ClassVar[str] = (
-        "A first trial: the solver takes about ten times the time of sparsegpt on layers 4096 wide."
+    use_for: ClassVar[str] = (
+        "2:4, and half of the weights zero or more. It loses less than sparsegpt and takes more time."
     )
+    not_for: ClassVar[str] = "A first trial: on layers 4096 wide it takes about ten times as long as sparsegpt."
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.07831"
     observes: ClassVar[type[Observer]] = Gram
 

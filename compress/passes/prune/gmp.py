@@ -16,15 +16,16 @@ from compress.train.parametrization import Parametrization, Shares, Shrinking
 class GMP(SparseTrainingPass):
     """Train, and prune the smallest weights gradually: many in the first steps, few in the last.
 
-    The sparsity follows equation 1 of the paper. Removed weights get no gradient and stay zero. The pattern sets which
-    magnitudes are compared. With an N:M pattern the sparsity is the mean over all groups of M: a growing number of
-    groups keeps only N weights, first the groups that lose the least magnitude. Weights that earlier passes removed are
-    included in the sparsity.
+    The sparsity follows equation 1 of the paper. Removed weights get no gradient and stay zero. Weights that earlier
+    passes removed count as removed.
+
+    `pattern` sets which magnitudes are compared. With an N:M pattern the sparsity is the mean over all groups of M: a
+    growing number of groups keeps only N weights, first the groups that lose the least magnitude.
     """
 
-    use_for: ClassVar[str] = "Sparsity from training: much text and many steps, at 50% and more."
+    use_for: ClassVar[str] = "50% zeros and more by training, with much text and many steps."
     not_for: ClassVar[str] = (
-        "Little text or no hours: sparsegpt, then distill with the mask fixed, is far better after few steps."
+        "Little text or little time: sparsegpt, then distill with the mask fixed, is far better after few steps."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/1710.01878"
 

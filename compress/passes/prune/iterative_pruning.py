@@ -21,19 +21,23 @@ from compress.train.student import Student
 class IterativePruning(SparseTrainingPass):
     """Prune and retrain in rounds; every round removes the same fraction of the smallest remaining weights.
 
-    The training of a round (Renda 2020, section 2): `finetune` trains the remaining weights at a low constant rate.
-    `lr_rewind` trains them with the learning rates of the schedule from `rewind_to` on. `weight_rewind` first resets
-    them to their values after the fraction `rewind_to` of a first training without pruning, and then uses the rates of
-    `lr_rewind`; this is the lottery ticket of Frankle & Carbin (2019), with rewind_to: 0 from the original weights.
-    All other trained parameters are handled in the same way. steps or epochs count the whole schedule; a round runs its
+    `retrain` is the training of a round (Renda 2020, section 2):
+
+    - finetune: the remaining weights at a low constant rate.
+    - lr_rewind: the remaining weights with the learning rates of the schedule from `rewind_to` on.
+    - weight_rewind: as lr_rewind, after the weights are reset to their values at the fraction `rewind_to` of a first
+      training without pruning. This is the lottery ticket of Frankle & Carbin (2019); rewind_to: 0 resets to the
+      original weights.
+
+    All other trained parameters are treated in the same way. steps or epochs count the whole schedule; a round runs its
     part after `rewind_to`. With an N:M pattern, rounds increase the number of groups of M that keep only N weights.
     """
 
     use_for: ClassVar[str] = (
-        "Finding sparse networks (lottery tickets) and the least loss at a given sparsity, when training time is no "
-        "matter."
+        "Finding sparse networks (lottery tickets), and the least loss at a given sparsity when training time does "
+        "not matter."
     )
-    not_for: ClassVar[str] = "A deadline: sparsegpt prunes in one sweep."
+    not_for: ClassVar[str] = "Short runs: sparsegpt prunes in one sweep."
     paper: ClassVar[str] = "https://arxiv.org/abs/2003.02389"
 
     rounds: int = Field(default=3, ge=1, description="number of rounds of pruning and training")

@@ -14,11 +14,10 @@ from compress.passes.families.pruning import PruningPass
 
 
 class Magnitude(PruningPass):
-    """Remove the weights with the smallest magnitude; needs no calibration data.
+    """Remove the weights with the smallest magnitude; needs no calibration text.
 
-    Zero the weights with the smallest |W_ij|.
-    They are compared in each layer ('layer'), in each row, in groups of M, or by blocks; with allocate: global, against
-    one threshold for the whole model.
+    Weights are compared by |W_ij| in each layer ('layer'), in each row, in groups of M, or by blocks. With allocate:
+    global, they are compared against one threshold for the whole model.
     """
 
     use_for: ClassVar[str] = "A baseline, and up to 20 or 30% of zeros without calibration text."

@@ -16,8 +16,8 @@ from compress.passes.families.pruning import PruningPass
 class RIA(PruningPass):
     """Remove weights that are small relative to their row and column, weighted by the norm of their input.
 
-    Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a.
-    The relative importance prevents the removal of whole channels with small weights.
+    Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a. The relative
+    importance prevents the removal of whole channels with small weights.
     """
 
     use_for: ClassVar[str] = "Half of the weights zero on models where wanda removes whole channels."

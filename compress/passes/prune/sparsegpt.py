@@ -34,20 +34,23 @@ GROUP_SIZE = 64  # as in the quantizing passes
 class SparseGPT(PruningPass):
     """Prune the columns of a weight one after the other; the remaining weights compensate the removed ones.
 
-    Minimize ||W X - Q X||^2 greedily over columns: remove the weights with the least w^2 / [U_jj]^2.
-    Later columns compensate the error. With `weights`, the kept weights are rounded to that grid in the same sweep, so
-    later columns compensate both errors (section 3.5); the scale of a group is fitted to its kept weights.
+    Minimize ||W X - Q X||^2 greedily over columns: remove the weights with the least w^2 / [U_jj]^2. Later columns
+    compensate the error.
 
-    act_order: static sweeps columns with large inputs first, with the columns of an N:M group or block together; the
+    With `weights`, the kept weights are rounded to that grid in the same sweep, so later columns compensate both errors
+    (section 3.5). The scale of a group is fitted to its kept weights.
+
+    act_order: 'static' sweeps columns with large inputs first, with the columns of an N:M group or block together. The
     groups of the scales are those of the original order.
     """
 
     use_for: ClassVar[str] = (
-        "Half of the weights zero, and 2:4: the best pruning without training. To round the others too, add gptq after "
-        "it; weights rounds them in the same sweep, as in the paper, and loses more."
+        "Half of the weights zero, and 2:4, in minutes. To quantize the others too, add gptq after it; `weights` "
+        "rounds them in the same sweep, as in the paper, and loses more."
     )
     not_for: ClassVar[str] = (
-        "Speed on programs without sparse kernels: zeros are stored and multiplied there like other weights."
+        "The least loss, where alps is better in more time. Speed in programs without sparse kernels, which store and"
+        " multiply zeros like other weights."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2301.00774"
     observes: ClassVar[type[Observer]] = Gram

@@ -25,9 +25,10 @@ class SRSTE(SparseTrainingPass):
     """Train with N:M sparsity: the forward pass uses the N largest of each M weights, and all weights are trained.
 
     Equation 9 of the paper: W_{t+1} = W_t - rate * (g(W~_t) + decay * (1 - mask_t) * W_t), with W~ = mask * W and g the
-    gradient with respect to W~ (straight-through estimator). Pruned weights shrink, so masks become stable. The decay
-    is decoupled from the optimizer, as weight decay is in AdamW: the optimizer divides only g by its average. decay: 0
-    is the plain straight-through estimator.
+    gradient with respect to W~ (straight-through estimator). Pruned weights shrink, so masks become stable.
+
+    The decay is decoupled from the optimizer, as weight decay is in AdamW: the optimizer divides only g by its average.
+    decay: 0 is the plain straight-through estimator.
     """
 
     use_for: ClassVar[str] = "2:4 by training from the dense model, or after sparsegpt with regrow."

@@ -20,11 +20,16 @@ PENALTY = 0.1  # the usual weight decay of AdamW; the paper's 1e-4 is that of SG
 class TopKAST(SparseTrainingPass):
     """Train at a constant sparsity: the forward pass uses the largest weights, and more weights than these are trained.
 
-    Weights outside of B do not change. The exploration penalty is an L2 penalty with the coefficient `penalty`. Its
-    factor is 1 in A, and 1/D in B without A, where D is the density of A; so a weight outside of A needs a larger
-    gradient to enter A. Its gradient is a decay, decoupled from the optimizer as in AdamW. In the first stage A and B
-    are chosen anew every few steps among all weights. In the second stage, refinement, both are fixed and B equals A.
-    With an N:M pattern B keeps more weights of each M than A. Weights that earlier passes removed stay zero.
+    A is the set of weights of the forward pass, B the larger set of weights that are trained. Weights outside of B do
+    not change.
+
+    The exploration penalty is an L2 penalty with the coefficient `penalty`. Its factor is 1 in A, and 1/D in B without
+    A, where D is the density of A; so a weight outside of A needs a larger gradient to enter A. Its gradient is a
+    decay, decoupled from the optimizer as in AdamW.
+
+    In the first stage A and B are chosen anew every few steps among all weights. In the second stage, refinement, both
+    are fixed and B equals A. With an N:M pattern B keeps more weights of each M than A. Weights that earlier passes
+    removed stay zero.
     """
 
     use_for: ClassVar[str] = (

@@ -15,10 +15,10 @@ from compress.passes.families.pruning import PruningPass
 class Wanda(PruningPass):
     """Remove the weights with the smallest product of magnitude and input norm.
 
-    Zero the weights with the smallest |W_ij| * ||X_j||_2, in each row ('row'), in the matrix, or N:M.
+    Zero the weights with the smallest |W_ij| * ||X_j||_2, in each row ('row'), in the matrix ('layer'), or N:M.
     """
 
-    use_for: ClassVar[str] = "Half of the weights zero in a minute, and as the first step of a chain at 20 to 30%."
+    use_for: ClassVar[str] = "Half of the weights zero in a minute, and the first step of a chain at 20 to 30%."
     not_for: ClassVar[str] = "2:4 and more than half, where sparsegpt loses far less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.11695"
     observes: ClassVar[type[Observer]] = InputNorm

@@ -22,20 +22,30 @@ from compress.passes.families.compensation import CompensatingPass
 class AQLM(CompensatingPass):
     """Store each run of `length` weights as indices into `books` codebooks of the layer, whose entries are summed.
 
-    Minimize ||W X - Q X||^2 over codes, books and a scale per row (section 3 of the paper). The books start as k-means
-    of the runs of normalized rows, each further book of what is left; the codes of a single book start with a sweep in
-    which later runs compensate the error of earlier ones (GPTVQ, arXiv 2402.15319, section 3.2). Then books (conjugate
-    gradients on their least squares), scales, and codes (coordinate descent run by run, in place of the paper's beam
-    search) are improved in turns; the error never rises but by rounding to the stored dtype. A layer has
-    bits * books / length bits per weight, besides 16 * 2^bits * length * books bits for the books. `distill` and `lkd`
-    with `train: [scales]` learn the entries of a single book, which is the continuous half of PV-Tuning (arXiv
-    2405.14852).
+    Minimize ||W X - Q X||^2 over codes, codebooks and a scale per row (section 3 of the paper).
+
+    Start: the first codebook holds the k-means centers of the runs of normalized rows. Each further codebook is fitted
+    to what the ones before it leave. The codes of a single codebook start with a sweep in which later runs compensate
+    the error of earlier ones (GPTVQ, arXiv 2402.15319, section 3.2).
+
+    Improvement: codebooks, scales and codes are improved in turns. Codebooks come from least squares by conjugate
+    gradients, codes from coordinate descent run by run, in place of the paper's beam search. The error never rises,
+    except by rounding to the stored dtype.
+
+    Size: bits * books / length bits per weight, and 16 * 2^bits * length * books bits per layer for the codebooks.
+
+    `distill` and `lkd` with `train: [scales]` learn the entries of a single codebook. This is the continuous half of
+    PV-Tuning (arXiv 2405.14852).
     """
 
     use_for: ClassVar[str] = (
-        "2 bits and fewer: two indices of 8 bits for 8 weights, or one for 4; then distill its entries."
+        "2 bits and fewer. Two indices of 8 bits for 8 weights, or one for 4, give 2 bits. Train the entries with "
+        "distill afterwards."
     )
-    not_for: ClassVar[str] = "3 bits and more, where gptq is as good, faster to make and to compute; small layers."
+    not_for: ClassVar[str] = (
+        "3 bits and more, where gptq is as good, and faster to make and to run. Small layers, for which the codebooks"
+        " are large."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.06118"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

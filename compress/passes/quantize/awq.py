@@ -36,26 +36,27 @@ Equalize = Callable[[Tensor], Tensor]
 
 
 class AWQ(WeightGrid, BlockPass):
-    """Scale weights so that quantization loses less; follow with rtn or gptq, same weights, group_size and symmetric.
+    """Scale the columns of weights so that a later rtn or gptq loses less.
+
+    The later pass needs the same `weights`, `group_size` and `symmetric`.
 
     Scales: s_j = mean|X_j|^alpha multiplies the columns of the weights, and the module that writes their input is
-    divided by it. This fold is proved in float32, and undone if it changes the block's output. alpha is chosen from 20
-    values, including no scaling, by the least error of the readers' outputs, ||Q(W s) (X / s) - W X||^2 = tr(D H D^T),
-    where D = Q(W s) / s - W and H = X^T X (equation 4; the reference code compares the outputs of the attention or MLP
-    around the readers instead). With duo, the scales s_j = mean|X_j|^alpha / mean|W_j|^(1 - alpha) are tried as well.
+    divided by it. This fold is verified in float32, and undone if it changes the block's output. alpha is chosen from
+    20 values, including no scaling. The choice has the least error of the outputs of the linears that read the input,
+    ||Q(W s) (X / s) - W X||^2 = tr(D H D^T), where D = Q(W s) / s - W and H = X^T X (equation 4). The reference code
+    compares the outputs of the attention or MLP around these linears instead. With `duo`, the scales s_j =
+    mean|X_j|^alpha / mean|W_j|^(1 - alpha) are tried as well.
 
-    Clipping: the range of each group of weights is multiplied by the factor, 1, 0.95, ... 0.5, with the least error of
-    the group's part of the output, and the weights are clamped to it. Rows whose total error does not decrease do not
-    change (guaranteed unless scales depend on the whole matrix, as in nvfp4). The reference code does not clip
-    queries and keys, which it finds by their names; here all linears are clipped.
+    Clipping: the range of each group of weights is multiplied by a factor, 1, 0.95, ... 0.5, and the weights are
+    clamped to it. The factor has the least error of the group's part of the output. A row whose total error does not
+    decrease stays as it is (guaranteed unless scales depend on the whole matrix, as in nvfp4). The reference code finds
+    queries and keys by their names, and does not clip them; here all linears are clipped.
     """
 
     use_for: ClassVar[str] = (
-        "4 bits and fewer with zero points, in front of rtn (fast) or gptq (better), and checkpoints of the format awq."
+        "4 bits and fewer with zero points, before rtn (fast) or gptq (less loss). Checkpoints of the format awq."
     )
-    not_for: ClassVar[str] = (
-        "8 bits, where nothing is left to win, and grids other than those of the pass that follows."
-    )
+    not_for: ClassVar[str] = "8 bits, where nothing is left to gain. A grid other than that of the later pass."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 

@@ -34,18 +34,23 @@ ROUNDS = 15  # Xu 2018, section 3: two rounds are near the end; each is cheap he
 class BCQ(CompensatingPass):
     """Store a weight as `bits` planes of signs: W = sum_i a_i B_i, with scales a_i per row and group of columns.
 
-    greedy: each plane is the sign of what the planes before it leave, its scale the mean magnitude of that.
-    alternating: then signs (the nearest of all sums) and scales (least squares) in turns. The levels are not evenly
-    spaced, as those of integers are. A layer has the layout of LUT-GEMM (arXiv 2206.09557), whose products look up sums
-    of inputs: each plane is a matrix of bits with a scale per group. The sweep of GPTQ compensates each column's error
-    in later ones, squared errors are weighted as it weighs them, and `refine` improves scales and signs after it; the
-    papers do not.
+    The solver 'greedy' makes each plane of the signs of what the planes before it leave, with the mean magnitude of
+    that as its scale. 'alternating' then improves signs (the nearest of all sums) and scales (least squares) in turns.
+    The levels are not evenly spaced, unlike those of integers.
+
+    A layer has the layout of LUT-GEMM (arXiv 2206.09557), whose products look up sums of inputs: each plane is a matrix
+    of bits with a scale per group.
+
+    The sweep of GPTQ compensates each column's error in later ones, and its weights apply to the squared errors.
+    `refine` improves scales and signs after the sweep. The papers have neither.
     """
 
     use_for: ClassVar[str] = (
-        "2 and 3 bits without zero points, with all scales learned by distill: levels that follow the weights."
+        "2 and 3 bits without zero points, if distill trains all scales afterwards: the levels follow the weights."
     )
-    not_for: ClassVar[str] = "4 bits: a scale per plane costs more than the levels gain; speed: a product per plane."
+    not_for: ClassVar[str] = (
+        "4 bits, where a scale per plane costs more than the levels gain. Speed: each plane is one product."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2206.09557"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

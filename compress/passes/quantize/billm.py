@@ -34,20 +34,23 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 50, 64, 96, 128)
 class BiLLM(CompensatingPass):
     """Store a weight as two binary planes, whose scales differ between the salient columns of a block and the others.
 
-    In each block the columns with the largest sum of w^2 / [U_jj]^2 are salient; their number has the least squared
-    error of the block (section 3.2), which also counts that the others are binarized in two sets. They are binarized,
-    and what is left of them is binarized again. The other weights are binarized in two sets, of small and of large
-    magnitude, each with its own scale; the break point has the least error (section 3.3), here for each row. The
-    sweep of GPTQ compensates each column's error in all later columns; the paper does so in later blocks alone.
-    `refine` then improves scales and signs of both planes.
+    In each block the columns with the largest sum of w^2 / [U_jj]^2 are salient. Their number is the one with the least
+    squared error of the block (section 3.2); this error includes that of the other columns.
 
-    Both kinds are sums of two planes: +-a +-b. A layer has 2 bits per weight for the signs, 0.5 for its scales
-    (two for each of two sets in 128 columns) and 64 per column for their sets. The 1.08 bits of the paper leave out
-    which weights are large, and the scales.
+    - Salient columns are binarized, and what is left of them is binarized again.
+    - The other weights are binarized in two sets, of small and of large magnitude, each with its own scale. The break
+      point between the sets has the least error (section 3.3), here for each row.
+
+    The sweep of GPTQ compensates each column's error in all later columns; the paper compensates it in later blocks
+    only. `refine` then improves scales and signs of both planes.
+
+    Size: both kinds are sums of two planes, +-a +-b. A layer has 2 bits per weight for the signs, 0.5 bits for its
+    scales (two for each of two sets in 128 columns), and 64 bits per column for their sets. The 1.08 bits of the paper
+    count neither the scales nor which weights are large.
     """
 
-    use_for: ClassVar[str] = "Close to 2.5 bits with learned scales: follow it by distill, as the recipe does."
-    not_for: ClassVar[str] = "One bit: what is stored is over 2.5 bits, and quip_sharp and qtip lose far less with 2."
+    use_for: ClassVar[str] = "About 2.5 bits per weight with learned scales: follow it by distill, as the recipe does."
+    not_for: ClassVar[str] = "One bit: more than 2.5 bits are stored, and quip_sharp and qtip lose far less with 2."
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.04291"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -26,17 +26,19 @@ from compress.train.options import TrainingOptions
 
 
 class BlockAP(LearnedRoundingPass, ReconstructionPass):
-    """Train weights, scales, zero points and norms of a block together, rounded in every step, then fix the codes.
+    """Train weights, scales, zero points and norms of a block together with fake quantization, then fix the codes.
 
-    Minimize ||block(X; Q(W)) - target||^2 / ||target||^2 by a few epochs over the batches, with a straight-through
-    gradient for weights and LSQ's for scales: the first stage of EfficientQAT (section 3.2). distill with
-    `train: [scales, norms]` after it is the second. The paper starts from rounding to nearest; start: 'gptq' starts
-    from the weights that GPTQ rounds, and from its scales. The learned state is kept if the block, in its stored form,
-    has a smaller error on the held-out batches (on all batches if none are held out) than the start.
+    Minimize ||block(X; Q(W)) - target||^2 / ||target||^2 by a few epochs over the batches. Weights have a
+    straight-through gradient, scales the gradient of LSQ. This is the first stage of EfficientQAT (section 3.2);
+    distill with `train: [scales, norms]` after it is the second.
+
+    The paper starts from rounding to nearest. start: 'gptq' starts from the weights that GPTQ rounds, and from its
+    scales. The learned state is kept if the block, in its stored form, has a smaller error than the start. The error is
+    that on the held-out batches, or on all batches if none are held out.
     """
 
-    use_for: ClassVar[str] = "2 and 3 bits, one block in memory at a time; follow it by distill."
-    not_for: ClassVar[str] = "8 bits, where gptq loses nothing, and little calibration text, on which it overfits."
+    use_for: ClassVar[str] = "2 and 3 bits with one block in memory at a time. Follow it by distill."
+    not_for: ClassVar[str] = "8 bits, where gptq loses nothing. Little calibration text, on which it overfits."
     paper: ClassVar[str] = "https://arxiv.org/abs/2407.11062"
 
     of_the_whole: ClassVar[frozenset[str]] = OF_THE_WHOLE | frozenset(TrainingOptions.model_fields)

@@ -22,25 +22,27 @@ from compress.passes.families.equalizing import SMALLEST, EqualizingPass, Reader
 
 
 class FPTQ(EqualizingPass):
-    """Round the inputs of each layer as their range asks; follow with a pass that quantizes weights alone.
+    """Choose the activation quantization of each layer by its range; a pass that quantizes weights alone follows.
 
-    The range v of an input is its largest magnitude in calibration. Up to `equalize_above` it gets one static scale.
-    Between the bounds each channel is first divided by s_j = max|X_j| / log2(2 + max|X_j|), and the weights multiplied
-    by it (logarithmic activation equalization); then it gets one static scale. From `dynamic_from` on it gets a scale
-    per token, computed at run time, and no equalization.
+    The range v of an input is its largest magnitude in calibration.
 
-    The division is folded into the module that writes the input: a norm, or a linked linear. Each fold is proved in
+    - v up to `equalize_above`: one static scale.
+    - v between the bounds: each channel is divided by s_j = max|X_j| / log2(2 + max|X_j|), and the weights are
+      multiplied by it (logarithmic activation equalization). Then one static scale.
+    - v from `dynamic_from` on: a scale per token, computed at run time, and no equalization.
+
+    The division is folded into the module that writes the input: a norm, or a linked linear. Each fold is verified in
     float32, and undone if it changes the block's output. An input between the bounds that cannot be equalized gets a
     scale per token.
 
-    The layers carry the rounding of their inputs from here on, so the pass that rounds the weights keeps it and is
-    calibrated with it; a pass that would replace it is an error.
+    The layers keep this activation quantization. So the later pass that quantizes the weights is calibrated with it,
+    and a pass that would replace it is an error.
     """
 
     use_for: ClassVar[str] = (
-        "Static scales of inputs wherever their range allows it, for programs that are slow at scales per token."
+        "Static activation scales wherever the range allows them, for programs that are slow with scales per token."
     )
-    not_for: ClassVar[str] = "The least loss: with scales per token, the recipes w4a8 and w8a8 lose less."
+    not_for: ClassVar[str] = "The least loss: the recipes w4a8 and w8a8, with scales per token, lose less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2308.15987"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "activations_quantized", "cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})

@@ -22,14 +22,14 @@ from compress.passes.families.codebooks import Outliers, look_up, with_outliers
 
 
 class GOBO(LayerPass):
-    """Store each weight as an index into one dictionary of its layer; the weights in the tails stay floats.
+    """Store each weight as an index into one dictionary of its layer; outliers stay in floating point.
 
-    The weights of a layer are nearly Gaussian: those with the least log-probability are outliers. The
-    dictionary starts with the means of equal shares of the other weights and moves by k-means, until the sum of the
-    absolute errors no longer falls, which is a few steps earlier than the least squared error.
+    The weights of a layer are nearly Gaussian. Those with the least log-probability are outliers. The dictionary starts
+    with the means of equal shares of the other weights, and moves by k-means until the sum of the absolute errors no
+    longer falls. That is a few steps before the least squared error.
     """
 
-    use_for: ClassVar[str] = "3 to 5 bits without calibration text and without scales; made for encoders."
+    use_for: ClassVar[str] = "3 to 5 bits without calibration text and without scales. It was made for encoders."
     not_for: ClassVar[str] = "Language models at 4 bits and fewer: gptq with scales per group loses far less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2005.03842"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -25,18 +25,26 @@ class GPTQ(CompensatingPass, QuantizingPass):
     """Quantize the columns of a weight one after the other; the remaining columns compensate each rounding error.
 
     Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column. The paper takes
-    columns as they come, covers the range of each group, and sums tokens as they are (act_order: none, scale: absmax,
-    refine: 0, normalize_tokens: false; recipe `gptq-paper`); the defaults lose less.
-    act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
-    scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
+    columns from left to right, covers the range of each group, and does not normalize tokens (act_order: none, scale:
+    absmax, refine: 0, normalize_tokens: false; recipe `gptq-paper`). The defaults lose less.
 
-    error: 'asymmetric' fits the output of the uncompressed model (GPTAQ, arXiv 2504.02692): the sweep starts
-    between the weight and the one that fits it best without rounding, at `alpha` of the way. GPTAQ adds the same
-    correction column by column, but omits its part in columns that are already rounded.
+    act_order sets the order of the columns:
+
+    - none: from left to right.
+    - static: columns with large inputs first; the groups and their scales are fixed before the sweep.
+    - group: the same order, in which the groups are formed too, so an index per column is stored.
+
+    error: 'asymmetric' fits the output of the uncompressed model (GPTAQ, arXiv 2504.02692). The sweep then starts
+    between the weight and the weight that fits this output best without rounding, at `alpha` of the way. GPTAQ adds the
+    same correction column by column, but omits its part in columns that are already rounded.
     """
 
-    use_for: ClassVar[str] = "2 to 8 bits for weights: the default of nearly every scheme, minutes for a small model."
-    not_for: ClassVar[str] = "Runs without calibration text (rtn, hqq), and 2 bits alone: follow it by distill."
+    use_for: ClassVar[str] = (
+        "2 to 8 bits for weights. It is the default of nearly every scheme, and takes minutes for a small model."
+    )
+    not_for: ClassVar[str] = (
+        "Runs without calibration text, where rtn and hqq need none. 2 bits alone: follow it by distill."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
     act_order: Literal["none", "static", "group"] = Field(
         default="static",

@@ -19,18 +19,21 @@ from compress.passes.families.quantizing import QuantizingPass
 
 
 class HQQ(QuantizingPass):
-    """Quantize without calibration data: find scales and zero points by half-quadratic splitting.
+    """Quantize without calibration text: find scales and zero points by half-quadratic splitting.
 
-    Minimize ||W - Q(W)||_p^p over scale and zero point, p < 1, by half-quadratic splitting.
-    W_e approximates the error W - Q(W). Each iteration has two half steps: a generalized soft threshold for W_e, and a
-    least-squares zero point (and scale) for W - W_e. beta grows by the factor kappa per iteration. A group stops when
-    its mean error no longer decreases. Each step rounds the zero point to its stored form (a whole number, or a float),
-    so that the scale fits the stored zero point.
+    Minimize ||W - Q(W)||_p^p over scale and zero point, p < 1. W_e approximates the error W - Q(W). Each iteration has
+    two half steps:
+
+    - A generalized soft threshold gives W_e.
+    - Least squares gives the zero point (and the scale) for W - W_e.
+
+    beta grows by the factor kappa per iteration. A group stops when its mean error no longer decreases. Each step
+    rounds the zero point to its stored form, a whole number or a float, so that the scale fits the stored zero point.
     """
 
     use_for: ClassVar[str] = (
-        "4 bits without calibration text, better than rounding to nearest where zero points may be floats (format "
-        "native)."
+        "4 bits without calibration text. Where zero points may be floats (format native), it loses less than "
+        "rounding to nearest."
     )
     not_for: ClassVar[str] = "Models for which calibration text is at hand: gptq loses less at the same bits."
     paper: ClassVar[str] = "https://mobiusml.github.io/hqq_blog/"

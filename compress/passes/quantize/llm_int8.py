@@ -28,20 +28,24 @@ THRESHOLD = 6.0  # section 3.2: smallest magnitude of an outlier; includes all o
 
 
 class LLMInt8(QuantizingPass):
-    """Quantize weights and activations to int8; input columns with outliers are not rounded.
+    """Quantize weights and activations to int8, except the input columns with outliers.
 
-    outliers: 'runtime' finds the columns in all tokens of each call. 'calibrated' fixes the columns in which more than
-    `token_share` of the calibration tokens reach the threshold; then a token's result does not depend on the other
-    tokens of the call. Weights of outlier columns are dequantized from their codes, so no weight is stored twice; the
-    paper multiplies them in 16 bits. `float_columns` stores that many columns in 16 bits, those in which most
-    calibration tokens reach the threshold: their weights are not rounded, and no scale needs to cover them.
+    `outliers` chooses the columns:
+
+    - runtime: in all tokens of each call.
+    - calibrated: the columns in which more than `token_share` of the calibration tokens reach the threshold. Then a
+      token's result does not depend on the other tokens of the call.
+
+    Weights of outlier columns are dequantized from their codes, so no weight is stored twice; the paper multiplies them
+    in 16 bits. `float_columns` stores that many columns in 16 bits, those in which most calibration tokens reach the
+    threshold. Their weights are not rounded, and no scale needs to cover them.
     """
 
     use_for: ClassVar[str] = (
-        "8-bit weights and inputs without calibration text, for models whose inputs have outlier columns (6 billion "
-        "weights and more), and bitsandbytes."
+        "8-bit weights and activations without calibration text, for models whose inputs have outlier columns (6 "
+        "billion weights and more). Checkpoints for bitsandbytes."
     )
-    not_for: ClassVar[str] = "Speed: the columns in 16 bits cost time; smoothquant and gptq make a plain W8A8."
+    not_for: ClassVar[str] = "Speed: the columns in 16 bits cost time. smoothquant and gptq make a plain W8A8."
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.07339"
 
     weights: GridName = Field(default="int8", description="number grid of the weights")

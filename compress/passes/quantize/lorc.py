@@ -31,22 +31,23 @@ RANK = 16
 
 
 class LoRC(RegularizedPass):
-    """Add a low-rank correction of the rounding error to quantized layers; follow a quantizing pass.
+    """Add a low-rank correction of the rounding error to layers that an earlier pass quantized.
 
-    Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed.
-    error: 'weight' minimizes ||E - B A||^2 as in the paper (section 4). 'activation' minimizes ||(E - B A) X||^2 on
-    the calibration inputs X, as EoRA and LQER do. The matrices are stored as floats, or as codes with a scale per row;
-    with codes, A is rounded first and B is fitted to the rounded A. The pass must follow the quantizing pass in one
-    sweep.
+    Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed. The
+    pass must follow the quantizing pass in the same sweep.
+
+    error: 'weight' minimizes ||E - B A||^2 as in the paper (section 4). 'activation' minimizes ||(E - B A) X||^2 on the
+    calibration inputs X, as EoRA and LQER do.
+
+    The matrices are stored as floats, or as codes with a scale per row. With codes, A is rounded first and B is fitted
+    to the rounded A.
     """
 
     use_for: ClassVar[str] = (
-        "3 and 2 bits with half a bit to spare: a low-rank product repairs the rounding error better than smaller "
+        "3 and 2 bits with half a bit to spare: a low-rank product repairs more of the rounding error than smaller "
         "groups do."
     )
-    not_for: ClassVar[str] = (
-        "4 bits and more, where the product costs more than it repairs, and formats other than native."
-    )
+    not_for: ClassVar[str] = "4 bits and more, where the product costs more than it repairs. Formats other than native."
     paper: ClassVar[str] = "https://arxiv.org/abs/2303.08302"
     after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     never_after: ClassVar[frozenset[Fact]] = frozenset({"masked"})

@@ -23,19 +23,21 @@ THRESHOLD = 29.5
 
 
 class MixedPrecision(BlockPass):
-    """Turn activation quantization off in the most sensitive layers; follow a pass that quantizes activations.
+    """Turn activation quantization off in the most sensitive layers; use it after a pass that quantizes activations.
 
-    The error of a layer is measured by the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in
-    dB, on calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of
-    the model, which needs the whole model at once. Here each block is decided alone: layers below `threshold` keep
-    unrounded inputs, or with `fraction` the worst layers of the block. The journal contains every layer's ratio, which
-    helps to choose a threshold. Servers that compute layers with the same input as one (q, k, v) need `by: input`.
+    The error of a layer is the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in dB, on
+    calibration inputs of the compressed model. The weights keep their codes.
+
+    The paper ranks all activations of the model, which needs the whole model at once. Here each block is decided alone:
+    layers below `threshold` get inputs in floating point, or with `fraction` the worst layers of the block. The journal
+    contains every layer's ratio, which helps to choose a threshold. Servers that compute layers with the same input as
+    one (q, k, v) need `by: input`.
     """
 
     use_for: ClassVar[str] = (
-        "W8A8 that loses too much: the layers whose rounded inputs hurt most keep theirs in 16 bits."
+        "W8A8 that loses too much: the layers that activation quantization harms most get inputs in 16 bits."
     )
-    not_for: ClassVar[str] = "Weights alone (W4A16): it changes inputs only."
+    not_for: ClassVar[str] = "Weight-only quantization (W4A16): the pass changes inputs only."
     paper: ClassVar[str] = "https://arxiv.org/abs/2109.12948"
     after: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
 

@@ -31,12 +31,13 @@ HOURS = 2.0  # default of `limit`
 class OBQ(RegularizedPass, QuantizingPass):
     """Quantize one weight after the other, compensated by all remaining weights of its row; slow, for small layers.
 
-    Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method.
-    Scales are fixed before the sweep. Weights that updates have moved beyond the ends of the grid are rounded first
-    (Frantar 2022b, section 5). The paper's order rounds the weight with the least cost next. So the weights with the
-    largest cost come last, when no other weights can compensate them. If a few inputs are far larger than the others
-    (as in language models), or if steps are unequal (nf4), GPTQ has a smaller error; `costliest`, the reverse order,
-    has about the error of GPTQ.
+    Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method. Scales are
+    fixed before the sweep. Weights that updates have moved beyond the ends of the grid are rounded first (Frantar
+    2022b, section 5).
+
+    The paper's order rounds the weight with the least cost next. So the weights with the largest cost come last, when
+    no other weights can compensate them. GPTQ has a smaller error if a few inputs are far larger than the others (as in
+    language models), or if steps are unequal (nf4). The reverse order, `costliest`, has about the error of GPTQ.
     """
 
     use_for: ClassVar[str] = "Small layers and studies: the exact method that gptq approximates."

@@ -26,18 +26,25 @@ from compress.passes.families.weight_grid import GroupSizeOption
 
 
 class Olive(RegularizedPass):
-    """Store weights in 4 bits, and let an outlier take the bits of its neighbour too, which becomes zero.
+    """Store weights in 4 bits; an outlier also takes the bits of its neighbor, which becomes zero.
 
-    Neighbouring columns form pairs. In a pair without an outlier both are integers from -7 to 7. In one with an outlier
-    the other weight, the victim, is zero, and its code is the mark of the pair; the outlier is a float of 4 bits from
-    12 to 96 (section 3 of the paper). Each pair is of the kind with the least squared error; the scale of a group has
-    the least squared error of all its pairs. Outliers need no positions, unlike sparse ones. `compensate` adds the
-    sweep of GPTQ, which the paper does not have. The paper also rounds inputs this way, for its own hardware; here
-    weights alone are.
+    Neighboring columns form pairs (section 3 of the paper).
+
+    - Without an outlier, both weights of the pair are integers from -7 to 7.
+    - With an outlier, the other weight, the victim, is zero, and its code marks the pair. The outlier is a float of 4
+      bits from 12 to 96.
+
+    Each pair is of the kind with the least squared error; the scale of a group has the least squared error of all its
+    pairs. Outliers need no positions, unlike sparse ones.
+
+    `compensate` adds the sweep of GPTQ, which the paper does not have. The paper also quantizes activations this way,
+    for its own hardware; here only weights are quantized.
     """
 
-    use_for: ClassVar[str] = "Exactly 4 bits with one scale per row, where rows have outliers and text is scarce."
-    not_for: ClassVar[str] = "Groups of 128 and smaller: gptq on int4 loses less there; programs other than this one."
+    use_for: ClassVar[str] = (
+        "Exactly 4 bits with one scale per row, where rows have outliers and calibration text is scarce."
+    )
+    not_for: ClassVar[str] = "Groups of 128 and smaller, where gptq on int4 loses less. Programs other than compress."
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.07493"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

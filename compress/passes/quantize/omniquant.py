@@ -45,26 +45,33 @@ class OmniQuant(BlockQuantizing):
     """Learn clipped ranges of weights, and scales and shifts of channels, block by block, then round.
 
     Minimize ||block(X) - target||^2 with every linear rounded as Q((X - z) / s) Q(s W) + (b + z W) (equation 3).
-    The range of each group of weights is clipped to sigma(gamma) max W and sigma(beta) min W (equation 2). gamma and
-    beta are learned for each group, s and z (transform) for each channel that a norm or a linked linear writes.
-    Gradients pass straight through rounding. Unless inputs are rounded, the paper learns no transform of models with
-    RMSNorm, so this is the default. s starts from SmoothQuant, and z from the middle of each channel's range; log s is
-    what is learned, so that one rate suits all channels.
 
-    In the end s and z are folded into the module that writes the channels. Each fold is proved in float32, and undone
+    - gamma and beta, for each group: the range of the weights is clipped to sigma(gamma) max W and sigma(beta) min W
+      (equation 2).
+    - s and z (`transform`), for each channel that a norm or a linked linear writes. s starts from SmoothQuant, z from
+      the middle of the channel's range. log s is what is learned, so that one rate suits all channels.
+
+    Gradients pass straight through rounding. Without activation quantization, the paper learns no transform of models
+    with RMSNorm, so this is the default.
+
+    In the end s and z are folded into the module that writes the channels. Each fold is verified in float32, and undone
     if it changes the block's output. The state with the least error on the held-out batches (on all batches if none are
     held out) is kept, if its error is less than without learning.
 
-    What differs from the paper's transform: z is left out where a module has no bias, as in models with RMSNorm. The
-    scale between queries and keys is left out: it multiplies rows of weights, whose scales absorb it, so that it has
-    no effect unless queries and keys are rounded. The FFN's second linear has an s too, where a linear writes its input
-    (gated FFNs); the paper has none there. The ranges start from those of the least error (scale: absmax as the paper),
-    because a few hundred steps of the paper's rate are too few to get there.
+    Differences from the paper:
+
+    - z is left out where a module has no bias, as in models with RMSNorm.
+    - The scale between queries and keys is left out. It multiplies rows of weights, whose scales absorb it, so it has
+      no effect unless queries and keys are quantized.
+    - The FFN's second linear has an s too, where a linear writes its input (gated FFNs).
+    - The ranges start from those of the least error (scale: absmax as the paper), because a few hundred steps of the
+      paper's rate are too few to get there.
     """
 
-    use_for: ClassVar[str] = "Rounding to nearest at 2 to 4 bits with learned ranges, and learned scales of channels."
+    use_for: ClassVar[str] = "2 to 4 bits by rounding to nearest, with learned ranges and learned scales of channels."
     not_for: ClassVar[str] = (
-        "The least loss: gptq, signround and block_ap lose less at the same bits, and rotate much less at 4-bit inputs."
+        "The least loss: gptq, signround and block_ap lose less at the same bits, and rotate much less with "
+        "activations in 4 bits."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2308.13137"
     repeats: ClassVar[str | None] = "epochs"

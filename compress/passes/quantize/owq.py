@@ -32,10 +32,12 @@ BUDGET = 0.1  # section 5: OWQ at 3.1 bits is compared with OPTQ at 4
 class OWQ(CompensatingPass, QuantizingPass):
     """Keep the most sensitive input columns in 16 bits, and quantize the others with GPTQ.
 
-    Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
-    The outlier columns are fitted to the errors of all others by least squares, as by the end of the paper's sweep, and
-    no scale needs to cover them (sections 3.2 and 3.3). Their codes decode to zero. The paper clips scales by their
-    squared error, sums tokens as they are, and has one sweep (scale: mse, normalize_tokens: false, refine: 0).
+    Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; quantize the others by GPTQ. The
+    outlier columns are fitted to the errors of all others by least squares, as by the end of the paper's sweep, and no
+    scale needs to cover them (sections 3.2 and 3.3). Their codes decode to zero.
+
+    The paper chooses scales by the squared error of the weights, does not normalize tokens, and has one sweep (scale:
+    mse, normalize_tokens: false, refine: 0).
     """
 
     use_for: ClassVar[str] = (

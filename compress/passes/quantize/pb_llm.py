@@ -32,18 +32,18 @@ BINARY = GRIDS["binary"]
 class PBLLM(CompensatingPass):
     """Binarize a weight with a scale per group, and add 8-bit codes at the salient weights.
 
-    In each block of `group_size` columns the weights with the largest score are salient: |w| (`magnitude`), or
-    w^2 / [U_jj]^2 (`hessian`), the increase of the output's error without the weight (section 3.2). The others are
-    sign(w) times their mean magnitude, which is the scale of the least squared error (section 3.4). The sweep of GPTQ
-    takes the columns from left to right, and later columns compensate each error (section 3.3).
+    In each block of `group_size` columns the weights with the largest score are salient. The score is |w|
+    (`magnitude`), or w^2 / [U_jj]^2 (`hessian`), the increase of the output's error without the weight (section 3.2).
+    The others become sign(w) times their mean magnitude, which is the scale of the least squared error (section 3.4).
+    The sweep of GPTQ takes the columns from left to right, and later columns compensate each error (section 3.3).
 
-    A layer stores a sign for every weight, and the difference of each salient weight from its binary value as an
-    integer of `salient_weights` with a scale per row. Where these integers are takes one bit per weight, which the
-    paper does not count: with a tenth of salient weights a layer has 1 + 1 + 0.8 bits and those of the scales.
+    Size: a sign for every weight, and for each salient weight the difference from its binary value, as an integer of
+    `salient_weights` with a scale per row. The positions of these integers take one bit per weight, which the paper
+    does not count. With a tenth of salient weights a layer has 1 + 1 + 0.8 bits per weight, and those of the scales.
     """
 
     use_for: ClassVar[str] = (
-        "Studies of how far binary weights go, and starts for distill, which learns the scales of both parts."
+        "Studies of how far binary weights go. Starts for distill, which learns the scales of both parts."
     )
     not_for: ClassVar[str] = (
         "The least loss at its bits: with the positions it has nearly 3, where gptq with int2 or int3 loses far less."

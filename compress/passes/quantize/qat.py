@@ -28,19 +28,21 @@ from compress.train.student import Student
 class QAT(Quantizing, TrainingPass):
     """Quantization-aware training: train weights through fake quantization, and store their codes at the end.
 
-    The forward pass uses the dequantized weights of the targets and rounded inputs. The backward pass uses the
+    The forward pass uses the dequantized weights of the targets and quantized activations. The backward pass uses the
     straight-through estimator (LLM-QAT, Liu 2023, section 2.2). If `train` includes scales, scales and zero points are
-    learned as in LSQ (Esser 2020, arXiv 1902.08153); otherwise they are computed from the weights in every step. With
-    `ce_weight` below 1 the uncompressed model is a teacher. With a calibration text that the model generates (source:
-    self) no data is needed. After `kv_cache`, keys and values are quantized too. Ternary and binary weights are
-    possible (Ma 2024, arXiv 2402.17764, trains them from scratch).
+    learned as in LSQ (Esser 2020, arXiv 1902.08153); otherwise they are computed from the weights in every step.
+
+    With `ce_weight` below 1 the uncompressed model is a teacher. With a calibration text that the model generates
+    (source: self) no data is needed. After `kv_cache`, keys and values are quantized too. Ternary and binary weights
+    are possible (Ma 2024, arXiv 2402.17764, trains them from scratch).
     """
 
     use_for: ClassVar[str] = (
-        "2 and 3 bits, ternary weights, and rounded inputs or caches, when there is text and time to train all weights."
+        "2 and 3 bits, ternary weights, and quantized activations or caches, when there is text and time to train all"
+        " weights."
     )
     not_for: ClassVar[str] = (
-        "Starting from the nearest values at 2 bits with few steps: gptq and distill are far better."
+        "Few steps at 2 bits: a start from the nearest values is poor, and gptq and distill are far better."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
     of_the_whole: ClassVar[frozenset[str]] = OF_THE_WHOLE | frozenset(TrainingPass.model_fields)

@@ -36,21 +36,21 @@ THRESHOLDS = 20  # candidates between the largest and the least channel; the ref
 class QLLM(WeightGrid, ReconstructionPass):
     """Split channels with outliers, merge similar ones, and learn low-rank updates; a pass that quantizes follows.
 
-    Channel i of the inputs becomes T_i = ceil(max|X_i| / threshold) sub-channels x_i / T_i with its weight each, and as
-    many pairs of similar channels are merged into their means, with the sums of their weights; so the number of
-    channels stays (section 4.1). The threshold is the one with the least error of the outputs after rounding weights
-    and inputs, on a sample of tokens; no splitting is among the candidates. The layer maps its inputs when it runs.
+    `weights`, `group_size`, `symmetric` and `activations` are those of the later pass.
 
-    Then a low-rank update of each weight is learned, block by block, with weights and inputs rounded in every step, so
-    that the block's output comes near that of the uncompressed model (section 4.2). The updates are added to the
-    weights, and kept if they reduce the error on the held-out batches (on all batches if none are held out).
+    Channels: channel i of the inputs becomes T_i = ceil(max|X_i| / threshold) sub-channels x_i / T_i, each with its
+    weight. As many pairs of similar channels are merged into their means, with the sums of their weights, so the number
+    of channels stays (section 4.1). The threshold has the least error of the outputs after rounding weights and inputs,
+    on a sample of tokens; no splitting is among the candidates. The layer maps its inputs when it runs. The paper
+    merges channels of one side into any of the other; here each channel is merged once.
 
-    `weights`, `group_size`, `symmetric` and `activations` are those of the later pass. The paper merges channels of one
-    side into any of the other; here each channel is merged once.
+    Updates: then a low-rank update of each weight is learned, block by block, with weights and inputs rounded in every
+    step, so that the block's output comes near that of the uncompressed model (section 4.2). The updates are added to
+    the weights, and kept if they reduce the error on the held-out batches (on all batches if none are held out).
     """
 
-    use_for: ClassVar[str] = "4-bit inputs of models with outlier channels, where inputs may not be rotated."
-    not_for: ClassVar[str] = "Speed: every layer gathers its inputs twice; rotate costs less and mostly loses less."
+    use_for: ClassVar[str] = "Activations in 4 bits for models with outlier channels, where inputs may not be rotated."
+    not_for: ClassVar[str] = "Speed: every layer gathers its inputs twice. rotate costs less and mostly loses less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2310.08041"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"masked", "quantized", "cache_quantized"})
 

@@ -20,23 +20,33 @@ from compress.passes.families.rotated import GaussianCode, RotatedPass
 class QTIP(RotatedPass):
     """Rotate weights and inputs by randomized Hadamard matrices, and store tiles of weights as paths through a trellis.
 
-    The rotated weight is nearly Gaussian. A tile of 256 weights is a sequence, and each weight is the value of a state
-    of `states` bits; every step shifts `bits` new bits into the state, so a tile is one string of 512 bits at 2 bits
-    (section 3.1), a circle whose end leads to its start (section 3.2). Viterbi's algorithm finds the best string for
-    what LDLQ rounds (algorithm 5): tiles are rounded from left to right, and later ones compensate each error. At 2
-    bits the squared error for Gaussian weights is 0.073 (2^12 states), of E8P 0.089, and at least 0.0625 (rate
-    distortion). The time to compress grows as 2^states, that to run the model does not; the paper has 16. code: '3inst'
-    and '1mad' compute the values of states from their bits; 'hyb' looks pairs of values up in a table of 16 kbit per
-    layer; its steps of 3, 5 or 7 bits for two weights are 1.5, 2.5 or 3.5 bits a weight (error at 1.5: 0.144, at least
-    0.125). Scales are per row, and fitted by least squares after the sweep; the paper has one per layer. rotate: 'both'
-    also rotates the outputs, as the paper does; with 'inputs' distill and lkd can learn the scales of the rows.
+    Trellis: the rotated weight is nearly Gaussian. A tile of 256 weights is a sequence, and each weight is the value of
+    a state of `states` bits. Every step shifts `bits` new bits into the state, so a tile is one string of 512 bits at 2
+    bits (section 3.1), a circle whose end leads to its start (section 3.2).
+
+    Rounding: Viterbi's algorithm finds the best string for the target that LDLQ gives (algorithm 5). Tiles are rounded
+    from left to right, and later ones compensate each error. Scales are per row, and fitted by least squares after the
+    sweep; the paper has one per layer.
+
+    Error: at 2 bits the squared error for Gaussian weights is 0.073 (2^12 states). That of E8P is 0.089, and the limit
+    (rate distortion) is 0.0625. The time to compress grows as 2^states, that to run the model does not; the paper has
+    16.
+
+    `code` gives the values of the states:
+
+    - 3inst and 1mad compute them from the bits of the state.
+    - hyb looks pairs of values up in a table of 16 kbit per layer. Its steps of 3, 5 or 7 bits for two weights are 1.5,
+      2.5 or 3.5 bits a weight (error at 1.5 bits: 0.144, limit 0.125).
+
+    rotate: 'both' also rotates the outputs, as the paper does. With 'inputs' distill and lkd can learn the scales of
+    the rows.
     """
 
     use_for: ClassVar[str] = (
-        "1 to 4 bits (and 0.03 for scales), with less error than integers, a lattice or codebooks; follow it by "
+        "1 to 4 bits (and 0.03 for scales), with less error than integers, a lattice or codebooks. Follow it by "
         "distill."
     )
-    not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and values of states are computed."
+    not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and the values of states are computed."
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11235"
 
     bits: float = Field(

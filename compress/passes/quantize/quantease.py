@@ -31,16 +31,16 @@ RELAXED = 3  # section 3.2: every third iteration takes the best values without 
 class QuantEase(CompensatingPass, QuantizingPass):
     """Choose the columns of the rounded weight in turns, each the best one given all others.
 
-    Minimize ||W X - Q X||^2 by cyclic coordinate descent: the best value of column j, given the others, is
-    q_j + (W - Q) H_j / H_jj, and it is rounded to the grid (algorithm 1). Q starts as W. In every third iteration the
-    best values are not rounded, which leaves a local minimum; the last ones are. Scales are found before.
+    Minimize ||W X - Q X||^2 by cyclic coordinate descent. The best value of column j, given the others, is q_j + (W -
+    Q) H_j / H_jj, and it is rounded to the grid (algorithm 1). Q starts as W. In every third iteration the best values
+    are not rounded, which leaves a local minimum; the last iterations round them. Scales are found before.
 
     outliers: W is approximated by Q + S, with S zero but for a fraction of the weights (algorithm 3). After each
     iteration S takes a step of gradient descent, of which the largest entries stay (iterative hard thresholding).
     """
 
     use_for: ClassVar[str] = (
-        "A quantizer without any inverse or factorization, for Hessians that are hard to invert; outliers in 16 bits."
+        "Hessians that are hard to invert, because the method has no inverse and no factorization. Outliers in 16 bits."
     )
     not_for: ClassVar[str] = (
         "Short runs: each iteration takes as long as the sweep of gptq, whose refine does the same from a better start."

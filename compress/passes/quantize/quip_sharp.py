@@ -19,15 +19,19 @@ from compress.passes.families.rotated import GaussianCode, RotatedPass
 class QuipSharp(RotatedPass):
     """Rotate weights and inputs by randomized Hadamard matrices, and round runs of eight weights to lattice points.
 
-    The rotated weight has no outliers: it is nearly Gaussian (section 3), so one codebook suits all layers. That of 2
-    bits is E8P, 2^16 points in 8 dimensions (section 4.1); for 3 and 4 bits a second codebook rounds what the first one
-    leaves (section 4.3). Runs are rounded from left to right, and later runs compensate each error (BlockLDLQ, section
-    4.2). `refine` then chooses each run again, given all others, and the scale of each row by least squares; the paper
-    has one scale per layer, and no refinement. rotate: 'both' also rotates the outputs, as the paper does; with
-    'inputs' distill and lkd can learn the scales of the rows.
+    The rotated weight has no outliers: it is nearly Gaussian (section 3), so one codebook suits all layers. At 2 bits
+    it is E8P, 2^16 points in 8 dimensions (section 4.1). At 3 and 4 bits a second codebook rounds what the first one
+    leaves (section 4.3).
+
+    Runs are rounded from left to right, and later runs compensate each error (BlockLDLQ, section 4.2). `refine` then
+    chooses each run again, given all others, and the scale of each row by least squares. The paper has one scale per
+    layer, and no refinement.
+
+    rotate: 'both' also rotates the outputs, as the paper does. With 'inputs' distill and lkd can learn the scales of
+    the rows.
     """
 
-    use_for: ClassVar[str] = "2 bits (2.04 with scales and signs), without any book to store; follow it by distill."
+    use_for: ClassVar[str] = "2 bits (2.04 with scales and signs) without a stored codebook. Follow it by distill."
     not_for: ClassVar[str] = (
         "The fastest decoding: a point takes longer to decode than integers, and inputs are rotated when a layer runs."
     )

@@ -31,30 +31,33 @@ Grouping = Literal["kmeans", "equal"]
 
 
 class RPTQ(BlockPass):
-    """Round inputs with a scale and a zero point for each cluster of channels; a quantizing pass follows.
+    """Quantize activations with a scale and a zero point for each cluster of channels; a quantizing pass follows.
 
     Channels with similar ranges share a cluster: k-means of the points (max X_j, min X_j), over all calibration tokens.
-    Each cluster has a static scale and zero point, from the least and the largest value of its channels. Then channels
-    are reordered so that clusters are contiguous. If linears of the block write the channels and may write them in any
-    order (those between the matrices of a feed-forward layer), their rows are permuted, which costs nothing at run
-    time and is proved in float32. Other inputs, such as those that come from a norm, are permuted by the layer.
+    Each cluster has a static scale and zero point, from the least and the largest value of its channels.
 
-    With grouping: equal it is per-embedding-group quantization (PEG, Bondarenko 2021, section 4): channels are sorted
-    by max X_j - min X_j and divided into groups of equal size. That paper also quantizes outputs of linears and sums of
-    residual streams, and RPTQ the inputs of attention's products; here only the inputs of linears are rounded.
+    Then channels are reordered so that clusters are contiguous. If linears of the block write the channels and may
+    write them in any order (those between the matrices of a feed-forward layer), their rows are permuted. This costs
+    nothing at run time and is verified in float32. Other inputs, such as those that come from a norm, are permuted by
+    the layer.
 
-    Plain torch computes the rounded inputs and their product with dequantized weights. One case has integer kernels:
-    grouping: equal, activation_scale: token, symmetric: true, activations: int8, in contiguous groups of as many
-    columns as those of the weights, which are the groups of `activation_scale: group` of other passes.
+    grouping: 'equal' is per-embedding-group quantization (PEG, Bondarenko 2021, section 4): channels are sorted by max
+    X_j - min X_j and divided into groups of equal size. That paper also quantizes outputs of linears and sums of
+    residual streams, and RPTQ the inputs of attention's products; here only the inputs of linears are quantized.
+
+    Kernels: plain torch computes the quantized activations and their product with dequantized weights. One case has
+    integer kernels: grouping: equal, activation_scale: token, symmetric: true, activations: int8, in contiguous groups
+    of as many columns as those of the weights. These are the groups of `activation_scale: group` of other passes.
     """
 
     use_for: ClassVar[str] = (
-        "8-bit inputs, in front of rtn or gptq: static scales of clusters lose far less than one static scale, for "
-        "accelerators without scales per token; with activation_scale: token, less than one scale per token."
+        "Activations in 8 bits, before rtn or gptq. Static scales of clusters lose far less than one static scale, "
+        "for accelerators without scales per token. With activation_scale: token they lose less than one scale per "
+        "token."
     )
     not_for: ClassVar[str] = (
-        "Speed on a CPU or GPU here; static scales where scales per token are possible, or text of another kind than "
-        "the calibration."
+        "Speed on a CPU or GPU in compress. Static scales where scales per token are possible, or for text of another"
+        " kind than the calibration."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.01089"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "activations_quantized", "cache_quantized"})

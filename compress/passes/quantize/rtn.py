@@ -15,14 +15,14 @@ from compress.passes.families.quantizing import QuantizingPass
 
 
 class RTN(QuantizingPass):
-    """Round each weight to the nearest value of the grid; needs no calibration data.
+    """Round each weight to the nearest value of the grid; needs no calibration text.
 
-    With block_rows, some rows share their scales: blocks of rows and columns, or with group_size: channel groups of
-    output rows, as Shen 2020 (arXiv 1909.05840, figure 4) rounds: a range for the rows of each head, or for fewer.
-    The scale of a group is stored for each of its rows.
+    With block_rows, some rows share their scales: blocks of rows and columns, or, with group_size: channel, groups of
+    output rows. Shen 2020 (arXiv 1909.05840, figure 4) has such groups: one range for the rows of each head, or for
+    fewer. The scale of a group is stored for each of its rows.
     """
 
-    use_for: ClassVar[str] = "8 bits, FP8, and a first look: seconds, without calibration text."
+    use_for: ClassVar[str] = "8 bits, FP8, and a first look: it takes seconds and reads no calibration text."
     not_for: ClassVar[str] = "4 bits and fewer: gptq takes minutes and loses far less."
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
 

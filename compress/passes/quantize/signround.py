@@ -29,15 +29,17 @@ CHECKS = 5  # evenly spaced iterates whose error over all batches is measured; t
 class SignRound(LearnedRoundingPass):
     """Learn the rounding of every weight by gradient descent, block by block.
 
-    Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale.
-    The target is the uncompressed model's activations after the block (error: asymmetric), or the output of the
-    unrounded block for the same inputs (symmetric). start: 'gptq' starts from the result of GPTQ, 'rtn' from the
-    original weights as in the paper. optimizer: 'sign' is the signed gradient descent of the paper. Of several
-    iterates, the one with the least error over all batches is kept; the start, if no error is less.
+    Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale. The
+    target is the uncompressed model's activations after the block (error: asymmetric), or the output of the unrounded
+    block for the same inputs (symmetric).
+
+    start: 'gptq' starts from the result of GPTQ, 'rtn' from the original weights as in the paper. optimizer: 'sign' is
+    the signed gradient descent of the paper. Of several iterates, the one with the least error over all batches is
+    kept, or the start if no error is less.
     """
 
     use_for: ClassVar[str] = (
-        "4 bits and fewer with more time than gptq takes: rounding itself is learned, block by block."
+        "4 bits and fewer with more time than gptq takes: the rounding itself is learned, block by block."
     )
     not_for: ClassVar[str] = "Little calibration text, on which it overfits."
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.05516"

@@ -32,17 +32,18 @@ from compress.passes.families.compensation import CompensatingPass
 
 
 class SpQR(CompensatingPass):
-    """Round in groups of 16 columns, whose scales and minima are integers of 3 bits, and keep a few weights as floats.
+    """Quantize in groups of 16 columns, whose scales and minima are integers of 3 bits; a few weights stay floats.
 
     The scales (and minima) of 16 rows in a group of columns share their range, two float16 numbers each (section 4.1).
+
     A weight is an outlier if its group loses most without it: the squared error of the group, weighted by 1 / [U_jj]^2,
-    less that of the others with their own range (section 4.1, equation 3). The `outliers` with the largest
-    decrease of a layer are chosen before the sweep, so that their number is known. The sweep of GPTQ rounds the others,
-    and outliers take up errors without any of their own.
+    less that of the others with their own range (section 4.1, equation 3). The `outliers` with the largest decrease of
+    a layer are chosen before the sweep, so that their number is known. The sweep of GPTQ rounds the others, and
+    outliers take up errors without any of their own.
     """
 
     use_for: ClassVar[str] = "3 and 4 bits with little loss in format native: the small groups cost 0.63 bits."
-    not_for: ClassVar[str] = "Programs other than this one; speed: outliers are multiplied one by one."
+    not_for: ClassVar[str] = "Programs other than compress. Speed: outliers are multiplied one by one."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.03078"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -34,16 +34,16 @@ from compress.train.student import trainable
 class SqueezeLLM(ModelPass):
     """Give each row of a weight its own dictionary, by k-means weighted with the sensitivity of every weight.
 
-    The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (section 4.1), F the diagonal of the
+    The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (section 4.1). F is the diagonal of the
     empirical Fisher information: the mean over sequences of the squared gradient of the loss of the text. k-means
-    minimizes it row by row. The largest weights of a layer (`outliers`) and the most sensitive ones (`sensitive`) are
-    floats apart (section 4.2), so that the dictionary needs not cover them. The gradients need the whole model in
-    memory. A dictionary takes 16 * 2^bits bits per row, which is half a bit per weight for 4 bits and rows of 512.
+    minimizes the sum row by row. The gradients need the whole model in memory.
+
+    The largest weights of a layer (`outliers`) and the most sensitive ones (`sensitive`) are stored as floats (section
+    4.2), so that the dictionary needs not cover them. A dictionary takes 16 * 2^bits bits per row, which is half a bit
+    per weight for 4 bits and rows of 512.
     """
 
-    use_for: ClassVar[str] = (
-        "3 and 4 bits where weights are looked up in any case, and rows are long; sensitivities of the whole model."
-    )
+    use_for: ClassVar[str] = "3 and 4 bits in programs that look weights up, for models with long rows."
     not_for: ClassVar[str] = "Narrow models: a dictionary per row costs more bits there than scales per group."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.07629"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

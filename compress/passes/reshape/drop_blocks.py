@@ -33,20 +33,24 @@ SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3
 class DropBlocks(ReshapingPass):
     """Remove whole transformer blocks, the least important first; the result is a stock model with fewer blocks.
 
-    by influence: the influence of a block (ShortGPT, eq. 1) is BI = 1 - E cos(x_in, x_out) over all calibration tokens,
-    measured once. by loss: remove the block with the least increase of the loss, then repeat this in the smaller model;
-    each removal runs the text once per remaining block. by spacing: keep the first block, the last block, and evenly
-    spaced blocks between them, as a start for distillation (Sanh 2019, arXiv 1910.01108, section 3). A block is kept if
-    targets and ignore exclude any of its linears.
+    `by` ranks the blocks:
+
+    - influence: BI = 1 - E cos(x_in, x_out) over all calibration tokens (ShortGPT, eq. 1), measured once.
+    - loss: remove the block with the least increase of the loss, then repeat this in the smaller model. Each removal
+      runs the text once per remaining block.
+    - spacing: keep the first block, the last block, and evenly spaced blocks between them, as a start for distillation
+      (Sanh 2019, arXiv 1910.01108, section 3).
+
+    A block is kept if targets and ignore exclude any of its linears.
     """
 
     use_for: ClassVar[str] = (
-        "Fewer blocks: a stock model that is faster on every device and with every program; train it by distill "
+        "Fewer blocks: a stock model that is faster on every device and in every program. Train it by distill "
         "afterwards."
     )
     not_for: ClassVar[str] = (
-        "Models from which no block can go without a loss that training must repair; narrow the feed-forward channels "
-        "first."
+        "A first step: remove feed-forward channels with narrow before whole blocks. Most models need training after "
+        "a removed block."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
 

@@ -41,22 +41,28 @@ FEWEST = 2  # a set of one expert is a feed-forward layer, which models state in
 class DropExperts(ReshapingPass):
     """Remove experts of a mixture, the least important of each block first; the result is a stock model.
 
-    by reap: the mean over the tokens that are routed to expert j of g_j(x) ||f_j(x)||_2, its router weight times the
-    norm of its output (REAP, eq. 9). by frequency: the number of its tokens. by activation: the sum of ||f_j(x)||_2
-    over its tokens (EAN, Jaiswal 2025, arXiv 2504.05586). All blocks lose the same number, because a configuration has
-    one. Each token is routed to as many experts as before. Routers whose weights sum to 1 over the chosen experts
-    compute the same for tokens without a dropped expert. The rows of a router are assigned to experts by a permutation
-    that must leave the output unchanged; if a router chooses groups of experts first, all groups lose the same number.
+    `by` ranks the experts:
+
+    - reap: the mean of g_j(x) ||f_j(x)||_2 over the tokens that are routed to expert j, its router weight times the
+      norm of its output (REAP, eq. 9).
+    - frequency: the number of its tokens.
+    - activation: the sum of ||f_j(x)||_2 over its tokens (EAN, Jaiswal 2025, arXiv 2504.05586).
+
+    All blocks lose the same number of experts, because a configuration has one number. If a router chooses groups of
+    experts first, all groups lose the same number. Each token is routed to as many experts as before. If the weights of
+    a router sum to 1 over the chosen experts, tokens without a dropped expert get the same output as before.
+
+    The rows of a router are assigned to experts by a permutation that must leave the output unchanged.
     """
 
     use_for: ClassVar[str] = (
-        "Mixtures of experts that take too much memory: a stock model with fewer experts for every program that runs "
-        "the original; quantize it afterwards."
+        "Mixtures of experts that take too much memory: the result is a stock model for every program that runs the "
+        "original. Quantize it afterwards."
     )
     not_for: ClassVar[str] = (
-        "Fewer operations per token: a token is still computed by as many experts. Calibrate on text of the intended "
-        "use, because experts for other text are dropped. If checkpoints of a family have no names for single "
-        "experts, only compress loads the result."
+        "Fewer operations per token: a token is still computed by as many experts. Text other than that of the "
+        "intended use, because experts for other text are dropped. Families whose checkpoints have no names for "
+        "single experts, whose results only compress loads."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.13999"
 

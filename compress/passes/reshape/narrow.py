@@ -46,18 +46,22 @@ Cuts = dict[str, dict[int, Int[Tensor, " kept"]]]
 class Narrow(ReshapingPass):
     """Remove whole attention heads, feed-forward channels or hidden channels, the least important first.
 
-    importance: activation is ||x_j|| ||W_:j|| of the columns that read a channel, as in Wanda-sp and in FLAP (An 2023,
-    eq. 4) with norms instead of fluctuations; weight is the L2 norm of all weights of a channel. The importance is
-    measured block by block, on the inputs after the narrowed blocks before it. repair: the kept columns are fitted by
-    least squares to the original output on the calibration text. All blocks keep the same number of channels, because a
-    configuration has one width. Coupled channels are found by probes in each block, and proved.
+    `importance` ranks the channels:
+
+    - activation: ||x_j|| ||W_:j|| of the columns that read a channel, as in Wanda-sp and in FLAP (An 2023, eq. 4) with
+      norms instead of fluctuations.
+    - weight: the L2 norm of all weights of a channel.
+
+    It is measured block by block, on the inputs after the narrowed blocks before it. All blocks keep the same number of
+    channels, because a configuration has one width. Coupled channels are found by probes in each block, and verified.
+    With `repair` the remaining columns are fitted by least squares to the original output on the calibration text.
     """
 
     use_for: ClassVar[str] = (
-        "Fewer heads, feed-forward or hidden channels: a stock model that is smaller and faster everywhere; a tenth "
+        "Fewer heads, feed-forward or hidden channels: a stock model that is smaller and faster everywhere. A tenth "
         "of the feed-forward channels costs least."
     )
-    not_for: ClassVar[str] = "Hidden channels, where slicegpt loses less; follow either by distill."
+    not_for: ClassVar[str] = "Hidden channels, where slicegpt loses less. Follow either by distill."
     paper: ClassVar[str] = "https://arxiv.org/abs/2312.11983"
 
     heads: float | None = Field(

@@ -32,17 +32,21 @@ PROBE = 64  # tokens for the structure search
 class SliceGPT(ReshapingPass):
     """Rotate the hidden states to their principal components, and cut the least important ones off the hidden width.
 
-    Weights of norms are folded into the linears that read them. All weights that read or write hidden states are
-    rotated, which preserves the function (theorem 1 of the paper; proved here in float32). Then the components with the
-    least energy are cut. Unlike the paper, one rotation is used for the whole model: one rotation per block needs extra
-    matrices in the residual connections, which no stock configuration has. The components are computed from the outputs
-    of all norms with equal weights. A head that is tied to the embeddings gets its own weight, because only the head
-    reads a norm; this adds the bytes of the embeddings. Models with LayerNorm are refused.
+    The weights of norms are folded into the linears that read them. All weights that read or write hidden states are
+    rotated to the principal components, which preserves the function (theorem 1 of the paper; verified here in
+    float32). Then the components with the least energy are cut.
+
+    The paper has one rotation per block, which needs extra matrices in the residual connections; no stock configuration
+    has them. Here one rotation serves the whole model. The components are computed from the outputs of all norms with
+    equal weights.
+
+    An LM head that is tied to the embedding gets its own weight, because only the head reads a norm; this adds the
+    bytes of the embedding. Models with LayerNorm are refused.
     """
 
     use_for: ClassVar[str] = "A smaller hidden width of models with RMSNorm; the result is a stock model."
     not_for: ClassVar[str] = (
-        "Models with LayerNorm, which it refuses, and more than a tenth without training afterwards."
+        "Models with LayerNorm, which it refuses. More than a tenth of the width without training afterwards."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.15024"
 

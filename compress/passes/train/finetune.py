@@ -16,16 +16,17 @@ from compress.train.parametrization import Kind, LowRankUpdate, ParameterKind, P
 class Finetune(TrainingPass):
     """Train on the calibration text; pruned weights stay zero, and the codes of quantized weights stay fixed.
 
-    With lora_rank the weights of dense layers are frozen, and a low-rank update of each is learned:
-    W' = mask * (W + lora_alpha / lora_rank * B A). B [out, rank] starts at zero and A [rank, in] at random values. The
-    update is added to the weight at the end, so the checkpoint contains only W', and the mask still holds.
+    With `lora_rank` the weights of dense layers are frozen, and a low-rank update of each is learned: W' = mask * (W +
+    lora_alpha / lora_rank * B A). B [out, rank] starts at zero and A [rank, in] at random values. The update is added
+    to the weight at the end. So the checkpoint contains only W', and the mask still holds.
     """
 
     use_for: ClassVar[str] = (
-        "Training the kept weights of a pruned model on text, directly or by LoRA, when no teacher fits into memory."
+        "Training the remaining weights of a pruned model on text, directly or by LoRA, when no teacher fits into "
+        "memory."
     )
     not_for: ClassVar[str] = (
-        "Quantized models: distill on the uncompressed model's outputs needs less text and loses less."
+        "Quantized models: distill, on the outputs of the uncompressed model, needs less text and loses less."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"
 

@@ -16,18 +16,21 @@ from compress.passes.families.reconstruction import ErrorName, ReconstructionPas
 
 
 class LKD(ReconstructionPass):
-    """Train each compressed block to reproduce the output of the original block; follow the passes that compress it.
+    """Train compressed blocks to reproduce the outputs of the original ones; use it after passes that compress them.
 
-    Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW.
-    The pass must follow the passes that compress the block, in the same sweep. The original block is the teacher
-    (section 3.3 of the paper). Codes are fixed, and a factor of each scale is learned; pruned weights stay zero. With
-    `train: norms` this is Norm Tweaking (Li 2023, arXiv 2309.02784). Norms are trained if their own names match the
-    targets. The learned parameters are kept if the block, in its stored form, has a smaller error on the held-out
-    batches (on all batches if none are held out).
+    Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW. The
+    original block is the teacher (section 3.3 of the paper). The pass must follow the passes that compress the block,
+    in the same sweep.
+
+    Codes are fixed, and a factor of each scale is learned; pruned weights stay zero. Norms are trained if their own
+    names match the targets. With `train: norms` this is Norm Tweaking (Li 2023, arXiv 2309.02784).
+
+    The learned parameters are kept if the block, in its stored form, has a smaller error on the held-out batches (on
+    all batches if none are held out).
     """
 
     use_for: ClassVar[str] = (
-        "3 and 2 bits when only one block fits into memory: each block learns after it was rounded."
+        "3 and 2 bits when only one block fits into memory: each block is trained after it was quantized."
     )
     not_for: ClassVar[str] = "Models that fit into memory as a whole: distill, end to end, loses less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2206.01861"

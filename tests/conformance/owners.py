@@ -20,10 +20,13 @@ MINUTES = 60
 
 @dataclass(frozen=True)
 class Owner:
-    """A program. packages: of its environment, installed without what they depend on.
+    """A program. packages: of its environment, installed in this order without what they depend on.
+
+    A package that is compiled finds its build tools in the environment too: they come before it.
 
     reader: the script of `readers/` that loads checkpoints; None for a program that only writes. dtype: in which it
-    computes. writer: whether `writers/` has a script with its name. variables: of the environment.
+    computes. writer: whether `writers/` has a script with its name. variables: of the environment, for installing and
+    running.
     """
 
     name: str
@@ -46,8 +49,9 @@ class Owner:
         inside = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
         (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        code = {**os.environ, **dict(self.variables)}
         for package in self.packages:
-            subprocess.run([*install, "--no-build-isolation", package], check=True, timeout=60 * MINUTES)
+            subprocess.run([*install, "--no-build-isolation", package], check=True, timeout=180 * MINUTES, env=code)
         ready.write_text(" ".join(self.packages))
         return python
 
@@ -107,7 +111,19 @@ AUTOAWQ = Owner(
 )
 BITSANDBYTES = Owner("bitsandbytes", ("bitsandbytes",), "transformers", writer=True)
 LLMCOMPRESSOR = Owner("llmcompressor", ("nvidia-ml-py", "pillow", "llmcompressor"), writer=True)
-LLAMACPP = Owner("llamacpp", ("diskcache", "llama-cpp-python"), "llamacpp")
+LLAMACPP = Owner(
+    "llamacpp",
+    ("scikit-build-core", "pathspec", "diskcache", "llama-cpp-python==0.3.36"),
+    "llamacpp",
+    variables=(
+        # the library alone, for the processor; the graphs of models are built at -O1, the products of ggml in C at -O3
+        (
+            "CMAKE_ARGS",
+            "-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TOOLS=OFF "
+            "-DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_SERVER=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1",
+        ),
+    ),
+)
 MLX = Owner("mlx", ("mlx", "mlx-cpu", "sentencepiece", "protobuf", "mlx-lm"), "mlx")
 AUTOROUND = Owner("autoround", ("py-cpuinfo", "auto-round"), writer=True)
 OWNERS = {

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from cases import Case, cases, tiny_model
+from gguf_families import gguf_model
 from owners import HERE, OWNERS, answered
 from safetensors.torch import load_file, save_file
 
@@ -67,7 +69,7 @@ def write(place: Place, case: Case) -> None:
     if case.family is None:
         model = AutoModelForCausalLM.from_pretrained(place.source, dtype=torch.float32)
     else:
-        model = tiny_model(case.family)
+        model = (gguf_model if case.format == "gguf" else tiny_model)(case.family)
     ids = load_file(place.ids)["ids"].repeat(SEQUENCES, 1)
     rolled = torch.stack([row.roll(i) for i, row in enumerate(ids)])
     compress.apply(model, read_passes(list(case.passes)), calibration=rolled)

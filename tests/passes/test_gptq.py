@@ -154,6 +154,10 @@ def test_codebooks_need_passes_that_choose_runs():
         GPTQ(weights="iq2_xs", act_order="group")
     with pytest.raises(OptionError, match="group_size 64: iq3_xxs has one scale for 32 columns"):
         GPTQ(weights="iq3_xxs", group_size=64)
+    with pytest.raises(
+        OptionError, match="allocate choices: iq3_s is no choice: the budget counts a code for each wei"
+    ):
+        GPTQ(allocate={"bits": 3.5, "choices": [{"weights": "iq3_s"}, {"weights": "int4"}]})
 
 
 def test_importance_needs_a_hessian_and_scales_of_rows():

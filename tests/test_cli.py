@@ -265,7 +265,7 @@ def test_prune_and_distill_run(pico, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--scheme", "Q4_K_X"], "scheme Q4_K_X: this type of GGUF files is not written; use one of IQ4_NL, IQ4_XS, "),
+        (["--scheme", "Q4_K_X"], "scheme Q4_K_X: this type of GGUF files is not written; use one of IQ2_S, IQ2_XS, "),
         (["--scheme", "W4A61"], "scheme 'W4A61' is not known; did you mean 'W4A16'?"),
         (["--scheme", "W8A8", "--dtype", "float23"], "--dtype float23: dtype: input should be 'auto'"),
         (

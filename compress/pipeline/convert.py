@@ -354,7 +354,7 @@ class Conversion:
         candidates: list[tuple[tuple[float, ...], int, LayerScheme]] = [
             ((-1.0,), i, new) for i, new in enumerate(own_schemes) if self.form.refuses(new) is None
         ]
-        for grid in GRIDS.values():
+        for grid in (grid for grid in GRIDS.values() if grid.run == 1):
             for size in (grid.group_size,) if grid.group_size else (*SIZES, "channel"):
                 for symmetric in (True,) if grid.symmetric_only else (old.symmetric, not old.symmetric):
                     if isinstance(size, int) and size > scheme.shape[1]:

@@ -39,6 +39,11 @@ WORDS = {
     "Q6_K": ("int6_k", "none"),
     "IQ4_NL": ("iq4_nl", "none"),
     "IQ4_XS": ("iq4_xs", "none"),
+    "IQ3_S": ("iq3_s", "none"),
+    "IQ3_XXS": ("iq3_xxs", "none"),
+    "IQ2_S": ("iq2_s", "none"),
+    "IQ2_XS": ("iq2_xs", "none"),
+    "IQ2_XXS": ("iq2_xxs", "none"),
 }
 GGUF = [name for name in WORDS if name.startswith(("Q", "IQ"))]
 """The weights and the inputs that a name promises."""
@@ -83,8 +88,8 @@ def test_a_mistake_after_a_preset_is_at_its_own_line():
     [
         ("W4A61", r"^f:2:11: passes\[0\] scheme: scheme 'W4A61' is not known; did you mean 'W4A16'\?"),
         (
-            "IQ3_S",
-            r"^f:2:11: passes\[0\] scheme: scheme IQ3_S: this type of GGUF files is not written; use one of IQ4_NL, IQ4_XS, ",
+            "IQ1_S",
+            r"^f:2:11: passes\[0\] scheme: scheme IQ1_S: this type of GGUF files is not written; use one of IQ2_S, IQ2_XS, ",
         ),
         ("[a]", r"^f:2:11: passes\[0\] scheme: scheme \['a'\] is not known; use one of FP8, "),
     ],
@@ -94,9 +99,9 @@ def test_an_unknown_preset_says_what_there_is(name, message):
         Recipe.from_text(f"model: m\npasses: [{{scheme: {name}}}]\n", "f")
 
 
-@pytest.mark.parametrize("name", ["Q2_K_S", "iq2_xxs", "TQ1_0", "BF16"])
+@pytest.mark.parametrize("name", ["Q2_K_S", "iq1_m", "TQ1_0", "BF16"])
 def test_names_of_gguf_types_are_known_as_such(name):
-    with pytest.raises(RecipeError, match="this type of GGUF files is not written; use one of IQ4_NL, IQ4_XS, "):
+    with pytest.raises(RecipeError, match="this type of GGUF files is not written; use one of IQ2_S, IQ2_XS, "):
         preset(name)
 
 

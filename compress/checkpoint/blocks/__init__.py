@@ -1,12 +1,13 @@
-"""The block types of GGUF files: codes with their scales, for 32 weights or, in the k-quants, for 256."""
+"""The block types of GGUF files: codes with their scales, for 32 weights or, in k-quants and i-quants, for 256."""
 
 from __future__ import annotations
 
 from compress.checkpoint.blocks.block import BlockType
+from compress.checkpoint.blocks.i_quants import I_QUANTS
 from compress.checkpoint.blocks.k_quants import K_QUANTS
 from compress.checkpoint.blocks.of_32 import OF_32
 
-BLOCK_TYPES: dict[str, BlockType] = {block.name: block for block in (*OF_32, *K_QUANTS)}
+BLOCK_TYPES: dict[str, BlockType] = {block.name: block for block in (*OF_32, *K_QUANTS, *I_QUANTS)}
 """Every block type by its name in llama.cpp."""
 
 

@@ -12,6 +12,7 @@ Codes are stored as they are if a block type holds their grid, with groups of it
     uint5 in groups of 32                Q5_1        uint5_k   Q5_K
     int8 in groups of 32                 Q8_0        int6_k    Q6_K
     iq4_nl in groups of 32               IQ4_NL      iq4_xs    IQ4_XS
+                                                     iq3_s, iq3_xxs, iq2_s, iq2_xs, iq2_xxs: likewise
 
 Embedding and head are rounded to a block type of their own; dense linears are float16, bfloat16 or float32 by
 `save.dtype`, and vectors, such as norms and biases, float32.
@@ -62,6 +63,7 @@ from compress.layers.scheme import LayerScheme, only_codes
 STORED = f"weight{BLOCKS}"
 END_TYPE = "Q6_K"  # that of llama.cpp for the head
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+FALLBACK |= dict.fromkeys(("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"), "IQ4_NL")
 """The block type for widths that are no multiple of 256, as in llama.cpp (llama.cpp, tensor_type_fallback)."""
 UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "architectures", "dtype")
 """Entries of a configuration that do not describe the model in the file."""

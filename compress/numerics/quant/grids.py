@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.native.columns import ScaledGrid
+from compress.numerics.quant.codebooks import UNIT, Codebook
 from compress.numerics.quant.scales import (
     E8M0,
     DoubleScale,
@@ -96,6 +97,11 @@ class Grid(ABC):
         """The number of columns whose scales share numbers; the width of a weight is a multiple of it."""
         together = self.scaling.super_block > 1 or self.scaling.whole_groups
         return self.scaling.super_block * (self.group_size or 1) if together else 1
+
+    @property
+    def run(self) -> int:
+        """The number of consecutive columns whose codes are chosen together."""
+        return 1
 
     def rounds_inputs(self, in_groups: bool) -> bool:
         """Return whether inputs can be rounded to the grid.
@@ -339,6 +345,37 @@ class LevelGrid(SymmetricGrid):
 
 
 @dataclass(frozen=True)
+class RunGrid(LevelGrid):
+    """Levels of which only some combinations exist: each run of weights is an entry of a codebook, with signs.
+
+    Codes are indexes into the levels. For `encode`, a run is consecutive along the last dimension.
+
+    Attributes:
+        codebook: the entries.
+    """
+
+    codebook: Codebook = field(kw_only=True)
+
+    @classmethod
+    def of(cls, name: str, codebook: Codebook, scaling: Scaling, group_size: int) -> RunGrid:
+        """Return the grid of a codebook."""
+        levels = (*(-level for level in reversed(codebook.magnitudes)), *codebook.magnitudes)
+        bits = (len(levels) - 1).bit_length()
+        return cls(name, bits, levels, scaling=scaling, group_size=group_size, codebook=codebook)
+
+    @property
+    def run(self) -> int:
+        return UNIT
+
+    def scaled(self, scale: Tensor, zero: Tensor | None) -> ScaledGrid | None:
+        return None
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        scaled = values / scale
+        return self.codebook.encode(scaled).view(scaled.shape).to(values.dtype)
+
+
+@dataclass(frozen=True)
 class Float4Grid(SymmetricGrid):
     """E2M1, the 4-bit float of OCP Microscaling 1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
@@ -410,6 +447,11 @@ FP4_BNB_LEVELS = (*(-value for value in reversed(FP4_BNB_POSITIVE)), 0.0, *FP4_B
 # The non-linear levels of llama.cpp's 4-bit i-quants (ggml-common.h, kvalues_iq4nl): close to the quantiles of a normal
 # distribution, in integers, and without a zero.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# The magnitudes of llama.cpp's i-quants (ggml-common.h), divided by 4 for iq3_xxs and 8 for 2 bits, so that
+# their scales are the odd multiples 2 s + 1 of d.
+IQ3_S_LEVELS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0)
+IQ3_XXS_LEVELS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5)
+IQ2_LEVELS = (1.0, 3.125, 5.375)
 E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_LEVELS = (*E2M1_POSITIVE, *(-v for v in E2M1_POSITIVE))
 # The largest float32 that rounds to each level except the last: the midpoint below an odd index, which gets no ties,
@@ -440,6 +482,11 @@ _GRIDS = (
     OffsetGrid("uint5_k", 5, scaling=SuperBlock(8, 63, minima=True), group_size=32),
     IntGrid("int6_k", 6, scaling=SuperBlock(16, 127, -128), group_size=16),
     LevelGrid("iq4_xs", 4, IQ4_LEVELS, scaling=SuperBlock(8, 31, -32), group_size=32),
+    RunGrid.of("iq3_s", Codebook("IQ3_S", 4, IQ3_S_LEVELS, False), SuperBlock(8, 31, odd=True), 32),
+    RunGrid.of("iq3_xxs", Codebook("IQ3_XXS", 4, IQ3_XXS_LEVELS, True), SuperBlock(8, 31, odd=True), 32),
+    RunGrid.of("iq2_s", Codebook("IQ2_S", 8, IQ2_LEVELS, False), SuperBlock(16, 31, odd=True), 16),
+    RunGrid.of("iq2_xs", Codebook("IQ2_XS", 8, IQ2_LEVELS, True), SuperBlock(16, 31, odd=True), 16),
+    RunGrid.of("iq2_xxs", Codebook("IQ2_XXS", 8, IQ2_LEVELS, True), SuperBlock(8, 31, odd=True), 32),
     # SpQR (Dettmers 2023, arXiv 2306.03078), section 4: scales and minima in 3 bits for tiles of 16 rows x 16 columns
     *(OffsetGrid(f"uint{bits}_tile", bits, scaling=TileScale(16, 3), group_size=16) for bits in (2, 3, 4)),
     LevelGrid("nf4_bnb_dq", 4, NF4_LEVELS, scaling=DynamicDoubleScale()),

@@ -27,12 +27,14 @@ class SuperBlock(Scaling):
         top: largest integer.
         bottom: smallest integer; a negative one allows the integers from `bottom` to -1 in addition to 1 to `top`.
         minima: whether each scale has a minimum.
+        odd: whether the integers are odd: those of the i-quants are 2 s + 1.
     """
 
     size: int
     top: int
     bottom: int = 1
     minima: bool = False
+    odd: bool = False
 
     @property
     def stored(self) -> torch.dtype | None:
@@ -93,7 +95,9 @@ class SuperBlock(Scaling):
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared
         steps = self._steps(shared, extent, 0)
-        return torch.round(divided(extent, span) / steps).clamp(1, self.top) * steps
+        integers = divided(extent, span) / steps
+        rounded = torch.round((integers - 1) / 2) * 2 + 1 if self.odd else torch.round(integers)
+        return rounded.clamp(1, self.top) * steps
 
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
         assert self.stored is not None

@@ -22,7 +22,7 @@ from compress.models.kinds.batch import Batch
 from compress.models.structure.select import ModuleNames
 from compress.numerics.budget import within_budget
 from compress.numerics.linalg import Regularization
-from compress.numerics.quant.grids import Grid, IntGrid
+from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Surveyed
 from compress.passes.contract.memory import ProblemSize
@@ -238,6 +238,10 @@ def check_choices(step: Quantizing, allocate: Bits) -> None:
     read_overrides(kind, base, spelled, ("allocate", "choices"))
     if any(choice.options.get("weights") == DENSE for choice in choices):
         raise OptionError(("allocate", "choices"), "weights: none is no choice; name such layers in overrides")
+    grids = [choice.options.get("weights", step.weights) for choice in choices]
+    if runs := [name for name in grids if name in GRIDS and GRIDS[name].run > 1]:
+        problem = f"{runs[0]} is no choice: the budget counts a code for each weight, and a GGUF file has fewer bits"
+        raise OptionError(("allocate", "choices"), f"{problem}; name its layers in overrides")
     if len({repr(sorted(choice.options.items())) for choice in choices}) < len(choices):
         raise OptionError(("allocate", "choices"), "two of them are equal")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -58,6 +58,9 @@ def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
 class WeightGrid(Pass):
     """The options of the weights' grid, for passes that quantize and passes that prepare quantization."""
 
+    chooses_runs: ClassVar[bool] = False
+    """Whether the pass chooses the codes of several columns together, as grids with a codebook need it."""
+
     weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
     group_size: GroupSizeOption = Field(
         default=64,
@@ -97,6 +100,11 @@ class WeightGrid(Pass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         check_grid(self.weights, self.group_size, self.symmetric)
+        if self.grid.run > 1 and not self.chooses_runs:
+            raise ValueError(
+                f"weights: {self.weights} takes {self.grid.run} columns together from a codebook, and {self.key()} "
+                "rounds column by column; use gptq or rtn for it"
+            )
 
 
 def _spelled(grid: tuple[str, GroupSize, bool]) -> str:

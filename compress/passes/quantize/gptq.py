@@ -12,6 +12,7 @@ from torch import Tensor
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.refine import refine_bytes, refined
 from compress.numerics.quant.rounding import round_columns, rounding_bytes
+from compress.numerics.quant.run_rounding import refined_runs, round_runs, rounding_bytes_of_runs, run_order
 from compress.numerics.quant.weighted_search import importance_of
 from compress.passes.contract.facts import Requirements
 from compress.passes.contract.layers import Layer
@@ -46,6 +47,7 @@ class GPTQ(CompensatingPass, QuantizingPass):
         "Runs without calibration text, where rtn and hqq need none. 2 bits alone: follow it by distill."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
+    chooses_runs: ClassVar[bool] = True
     act_order: Literal["none", "static", "group"] = Field(
         default="static",
         description="order of quantizing: 'none': left to right; 'static': columns with large inputs first; 'group': "
@@ -68,6 +70,8 @@ class GPTQ(CompensatingPass, QuantizingPass):
         super().model_post_init(context)
         if self.act_order == "group" and not isinstance(self.group_size, int):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
+        if self.act_order == "group" and self.grid.run > 1:
+            raise ValueError(f"act_order: group separates the columns that {self.weights} encodes together; use static")
 
     @property
     def requires(self) -> Requirements:
@@ -83,18 +87,24 @@ class GPTQ(CompensatingPass, QuantizingPass):
         return True
 
     def memory(self, size: ProblemSize) -> int:
+        if self.grid.run > 1:
+            return super().memory(size) + rounding_bytes_of_runs(*size.shape)
         refining = refine_bytes(*size.shape) if self.refine else 0
         return super().memory(size) + max(rounding_bytes(*size.shape), refining)
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Codes:
         order = None
         if self.act_order != "none":
-            order = statistics.diagonal.argsort(descending=True, stable=True)
+            order = run_order(statistics.diagonal, self.grid.run)
         factor = statistics.factor_of(layer.name, layer.log, self.regularization, order)
         weight = self.fitted(weight.float(), statistics, order)
         options = self.grid_options(layer)
         if self.scale == "importance":
             options = replace(options, importance=importance_of(factor, order))
+        if self.grid.run > 1:
+            codes = round_runs(weight, factor, options, order)
+            hessian = statistics.damped(self.regularization, order)
+            return refined_runs(weight, codes, hessian, self.refine, order)
         codes = round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes
         if not self.refine:
             return codes

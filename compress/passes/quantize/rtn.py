@@ -25,6 +25,7 @@ class RTN(QuantizingPass):
     use_for: ClassVar[str] = "8 bits, FP8, and a first look: it takes seconds and reads no calibration text."
     not_for: ClassVar[str] = "4 bits and fewer: gptq takes minutes and loses far less."
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
+    chooses_runs: ClassVar[bool] = True
 
     block_rows: int = Field(
         default=1,

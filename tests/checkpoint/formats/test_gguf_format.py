@@ -86,7 +86,11 @@ def test_the_file_holds_the_codes_bit_for_bit_and_transformers_reads_it(grid, re
 
 
 @pytest.mark.parametrize(
-    "grid", [pytest.param("uint2_k", marks=pytest.mark.slow), "uint4_k", "int3_k", "int6_k", "iq4_xs"]
+    "grid",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("uint2_k", "iq2_s", "iq2_xs", "iq2_xxs")),
+        *("uint4_k", "int3_k", "int6_k", "iq4_xs", "iq3_s", "iq3_xxs"),
+    ],
 )
 def test_super_blocks_are_stored_as_they_are(grid, wide, recipe, tmp_path):
     step = RTN(weights=grid, scale="mse")

@@ -176,6 +176,7 @@ def test_what_has_no_shared_numbers_is_told_so():
         "uint5_k": 6,
         "int6_k": 3,
         "iq4_xs": 3,
+        **dict.fromkeys(("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs"), 3),
     }  # steps of scales and of minima
     for name, grid in GRIDS.items():
         tiles = dict.fromkeys(("uint2_tile", "uint3_tile", "uint4_tile"), 4 * 4)  # four numbers of four tiles

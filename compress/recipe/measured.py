@@ -50,8 +50,8 @@ class Row:
         """Return the cells of a table row with the columns of `HEAD`."""
         label = f"`{self.name}`" + (f", {self.note}" if self.note else "")
         chain = ", ".join(f"`{spelled(step)}`" for step in self.passes)
-        figures = (self.seconds, self.peak_mb, self.bits)
-        return label, chain, figure(self.perplexity), self.divergence, *("" if value is None else f"{value:g}" for value in figures)
+        figures = ("" if value is None else f"{value:g}" for value in (self.seconds, self.peak_mb, self.bits))
+        return label, chain, figure(self.perplexity), self.divergence, *figures
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class _Descent:
         curvature, gain = ((levels @ near[inside, inside]) * levels).sum(1), (levels * slope[:, inside]).sum(1)
         old = self.scale[:, group]
         wanted = (old + gain / curvature).nan_to_num(0.0, 0.0, 0.0)[:, None].clamp(min=0) * self.grid.span
-        shared = self.grid.scaling.part(self.shared, *self.scale.shape, group)
+        rows, groups = self.scale.shape
+        shared = self.grid.scaling.part(self.shared, rows, groups, group)
         change = self.grid.scaling.round(wanted, self.grid.span, torch.float32, shared)[:, 0] - old
         # the error changes by d^2 l H l^T - 2 d l H (w - q)^T
         change = torch.where(change * (change * curvature - 2 * gain) < 0, change, 0)

@@ -30,8 +30,9 @@ BEST = (
     "rtn-int8",
     "best-int4",
     "qtip-4-learned",
+    "iq4_nl-learned",
     "w4a8-learned",
-    "w4a4-learned",
+    "nvfp4-w4a4-learned",
     "best-int3",
     "qtip-3-learned",
     "qtip-2.5-learned",
@@ -41,7 +42,7 @@ BEST = (
 )
 """Rows of the table of the best recipe at each size."""
 ZEROS = (
-    "sparsegpt-repaired-asymmetric",
+    "alps-asymmetric",
     "permuted-sparsegpt-2:4-asymmetric",
     "finetune-unshrunk",
     "narrow-ffn-10",

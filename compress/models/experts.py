@@ -182,15 +182,19 @@ def in_experts(block: nn.Module) -> dict[str, Expert]:
     return {name: child for name, child in block.named_modules() if isinstance(child, Expert)}
 
 
-def open_experts(model: nn.Module) -> list[str]:
+def open_experts(model: nn.Module, names: Mapping[str, Sequence[str]] | None = None) -> list[str]:
     """Replace every set of experts in place by its opened form; weights may be on the meta device.
+
+    Args:
+        model: a model, or a part of one.
+        names: `stored_names` of the whole model; None: it is the whole model.
 
     Returns:
         A note for each module with experts that could not be opened; its weights are not compressed.
     """
     notes: list[str] = []
     proved: dict[tuple[object, ...], str | None] = {}
-    names = stored_names(model)
+    names = stored_names(model) if names is None else names
     for name, module in list(model.named_modules()):
         if not name or (layouts := _layouts(module, names)) is None:
             continue

@@ -24,6 +24,7 @@ from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.models.computation import widened_from
+from compress.models.experts import open_experts
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
@@ -142,6 +143,7 @@ def _export_dense(opened: OpenModel, source: str, out: Path, form: Format, type:
     end_type = DENSE_TYPES[type][1]
     form = form.stored_in(storage).configured(embedding=end_type, head=end_type)
     _check_range(model, storage)
+    open_experts(model)
     exported = _round_all(model, form, storage) if type == ROUNDED_TYPE else []
     rounded = rounded_ends(opened, Run(torch.device("cpu"), storage, format=form))
     rounded_names = {line.name for line in rounded}

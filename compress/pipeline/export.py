@@ -28,6 +28,7 @@ from compress.errors import OutputError, SaveError, UserError, VerificationError
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.computation import storage_of
+from compress.models.experts import open_experts, stored_names
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name
@@ -162,6 +163,8 @@ def _umask() -> int:
 def _block_to_write(block: Block, opened: OpenModel, run: Run) -> Block:
     """Return a copy of a block in the stored form of the format; the block itself does not change."""
     copied = replace(block, module=twin(block.module))
+    if run.format.opens_experts:
+        open_experts(copied.module, stored_names(opened.model))
     adapt_block(copied, run, opened.dtype)
     layers = [layer for layer in linears(copied.module).values() if isinstance(layer, CompressedLinear)]
     for layer in layers:

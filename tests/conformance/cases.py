@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gguf_families import FAMILIES as GGUF_FAMILIES
 from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, Owner
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -69,7 +70,8 @@ class Case:
     """A checkpoint. writer: the program that writes it, or compress. label: its kind.
 
     passes: of compress, as a recipe spells them. tolerance: of logits; None: that of the reader's dtype. everywhere:
-    whether it is made of every model, not only of the small one. family: model_type of a `tiny_model` instead of the small one.
+    whether it is made of every model, not only of the small one. family: of a `tiny_model`, or of a `gguf_model`, instead of
+    the small one.
     """
 
     format: str
@@ -189,12 +191,15 @@ def _bitsandbytes() -> Iterator[Case]:
 
 
 def _gguf() -> Iterator[Case]:
-    """Every block type; super-blocks where they divide the inputs (none of the small model)."""
+    """Every block type, and every architecture; super-blocks where they divide the inputs (none of the small model)."""
     for grid in ("int4_signed", "uint4", "int5_signed", "uint5", "int8"):
         options = {"weights": grid, "group_size": 32}
         yield Case("gguf", f"{grid} 32", LLAMACPP, ({"rtn": options},), OF_INPUTS, everywhere=grid == "int4_signed")
-    for scheme in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K"):
+    for scheme in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"):
         yield Case("gguf", scheme, LLAMACPP, ({"scheme": scheme},), OF_INPUTS, everywhere=True)
+    for family in GGUF_FAMILIES:
+        passes = ({"rtn": {"weights": "int8", "group_size": 32}},)
+        yield Case("gguf", f"int8 32, {family}", LLAMACPP, passes, OF_INPUTS, family=family)
 
 
 def _mlx() -> Iterator[Case]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,28 +28,120 @@ from compress.checkpoint.containers.safetensors import Header
 FILE = "model.gguf"
 """The file in the folder of a checkpoint."""
 INDEX = "compress.tensors"
+CONFIG = "compress.config"
+"""The key of the model's configuration as JSON; from the other keys, transformers makes that of few architectures."""
 SIDECAR = "gguf_tensors.json"
 """A file in the same folder, in place of `INDEX`, which llama.cpp copies when it quantizes a file."""
 LARGEST_INDEX = 64 << 20
 """Bytes of `SIDECAR`."""
 BLOCKS = "_blocks"
 """The end of the name of a tensor whose blocks are read as bytes."""
+CUBE = 3  # axes of the stacked matrices of experts
+MEMBER = "#"
+"""The place of the number of an expert in the name of an entry."""
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@lru_cache(maxsize=4)
+def _pairs(rows: int, heads: int) -> Tensor:
+    """The order in the file of rows that are rotated in pairs: of each head row i and row i of its second half."""
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+@lru_cache(maxsize=4)
+def _by_kind(rows: int, groups: int, heads: int) -> Tensor:
+    """The order in the file of the rows of a fused linear: all queries, all keys, all values.
+
+    In the model they are groups of so many heads: some of queries, one of keys and one of values.
+    """
+    numbers = torch.arange(rows).view(groups, heads, -1)
+    return torch.cat([numbers[:, :-2].flatten(), numbers[:, -2].flatten(), numbers[:, -1].flatten()])
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file that belongs to the model.
+    """A tensor of the file that belongs to the model, or one for each expert.
 
-    name: in transformers; with `BLOCKS` at its end if it is read as bytes. heads: see `arranged`. shift: added to the
-    values in the file.
+    Attributes:
+        name: in transformers; with `BLOCKS` at its end if it is read as bytes. `MEMBER` is the number of an expert.
+        heads: heads whose rows are rotated in pairs, so that the file has them in another order; None: none.
+        shift: added to the values in the file.
+        groups: groups of heads of a fused linear, whose rows the file orders by queries, keys and values; None: none.
+        group_heads: heads of each group.
+        transposed: whether the file has rows and columns exchanged.
+        axis: an axis of length 1 of the tensor in the model, which the file lacks; None: none.
+        members: the number of experts whose tensors are stacked; None: it is one tensor.
     """
 
     name: str
     heads: int | None = None
     shift: float = 0
+    groups: int | None = None
+    group_heads: int | None = None
+    transposed: bool = False
+    axis: int | None = None
+    members: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names in transformers of all its tensors, in the order in which they are stacked."""
+        return (
+            [self.name.replace(MEMBER, str(number)) for number in range(self.members)] if self.members else [self.name]
+        )
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Check that a tensor of the file can be brought to the form of the model.
+
+        Args:
+            shape: of the tensor in the file, without the axis of the experts.
+
+        Raises:
+            ValueError: for an entry that does not fit the shape.
+        """
+        rows, counts = shape[0] if self.axis != 0 else 1, [1]
+        if self.heads is not None:
+            counts.append(2 * self.heads)
+        if self.groups is not None and self.group_heads is not None:
+            counts.append(self.groups * self.group_heads)
+        is_valid = isinstance(self.name, str) and all(isinstance(n, int) and n > 0 and rows % n == 0 for n in counts)
+        if not is_valid or self.axis not in (None, 0, 1) or not isinstance(self.shift, int | float):
+            raise ValueError(f"the entry of {str(self.name)[:200]} does not fit a tensor of {list(shape)}")
+
+    def to_file(self, tensor: Tensor) -> Tensor:
+        """The tensor in the form of the file, of a tensor of the model: rows of numbers or of bytes."""
+        tensor = tensor.T if self.transposed else tensor
+        order = self._order(tensor.shape[0])
+        tensor = tensor if order is None else tensor[order]
+        tensor = tensor if self.axis is None else tensor.squeeze(self.axis)
+        return tensor + self.shift if self.shift else tensor
+
+    def to_model(self, tensor: Tensor) -> Tensor:
+        """The inverse of `to_file`."""
+        tensor = tensor - self.shift if self.shift else tensor
+        tensor = tensor if self.axis is None else tensor.unsqueeze(self.axis)
+        order = self._order(tensor.shape[0])
+        tensor = tensor if order is None else tensor[order.argsort()]
+        return tensor.T if self.transposed else tensor
+
+    def shape_in_file(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in the file of one tensor of the model."""
+        sizes = list(reversed(shape)) if self.transposed else list(shape)
+        return tuple(size for axis, size in enumerate(sizes) if axis != self.axis)
+
+    def shape_in_model(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The inverse of `shape_in_file`."""
+        sizes = list(shape) if self.axis is None else [*shape[: self.axis], 1, *shape[self.axis :]]
+        return tuple(reversed(sizes)) if self.transposed else tuple(sizes)
+
+    def _order(self, rows: int) -> Tensor | None:
+        if self.heads is not None:
+            return _pairs(rows, self.heads)
+        if self.groups is not None and self.group_heads is not None:
+            return _by_kind(rows, self.groups, self.group_heads)
+        return None
 
 
+DEFAULTS = {field.name: field.default for field in fields(Entry)}
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a block in the name of a tensor."""
 
@@ -58,7 +150,7 @@ def packed_index(entries: Mapping[str, Entry]) -> str:
     """Return the index as text: entries by the name in the file, one for all blocks alike, without defaults."""
     packed: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
-        values = {key: value for key, value in asdict(entry).items() if key == "name" or value}
+        values = {key: value for key, value in asdict(entry).items() if value != DEFAULTS.get(key)}
         shared = values | {"name": NUMBER.sub("*", entry.name, count=1)}
         alike = NUMBER.findall(name)[:1] == NUMBER.findall(entry.name)[:1] != []
         if not alike or packed.setdefault(NUMBER.sub("*", name, count=1), shared) != shared:
@@ -85,22 +177,6 @@ class Stored:
     type: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-
-
-@lru_cache(maxsize=4)
-def _order(rows: int, heads: int) -> Tensor:
-    """The order in the file of rows that are rotated in pairs: of each head row i and row i of its second half."""
-    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
-
-
-def arranged(tensor: Tensor, heads: int | None) -> Tensor:
-    """The rows of a tensor in the order of the file. heads: the heads whose rows are rotated in pairs, or None."""
-    return tensor if heads is None else tensor[_order(tensor.shape[0], heads)]
-
-
-def rearranged(tensor: Tensor, heads: int | None) -> Tensor:
-    """The inverse of `arranged`."""
-    return tensor if heads is None else tensor[_order(tensor.shape[0], heads).argsort()]
 
 
 def write_gguf(path: Path, architecture: str, metadata: Iterable[tuple[str, Any]], tensors: Iterable[Stored]) -> str:
@@ -167,8 +243,17 @@ class GGUFTensors:
     def __init__(self, path: Path) -> None:
         reader = open_reader(path)
         index = self._index(path, reader.get_field(INDEX))
-        tensors = ((entry_of(index, tensor.name), tensor) for tensor in reader.tensors)
-        self._tensors = {entry.name: (entry, tensor) for entry, tensor in tensors if entry is not None}
+        self._tensors: dict[str, tuple[Entry, Any, int | None]] = {}
+        for tensor in reader.tensors:
+            entry = entry_of(index, tensor.name)
+            if entry is None:
+                continue
+            members = entry.members or 1
+            if entry.members is not None and (len(tensor.shape) != CUBE or int(tensor.shape[-1]) != members):
+                raise ValueError(f"{tensor.name} does not hold {members} experts, as its entry states")
+            entry.check(tuple(reversed([int(n) for n in tensor.shape]))[0 if entry.members is None else 1 :])
+            for number, name in enumerate(entry.names):
+                self._tensors[name] = entry, tensor, None if entry.members is None else number
         self.headers = {name: self._header(name) for name in self._tensors}
 
     @staticmethod
@@ -187,19 +272,25 @@ class GGUFTensors:
         return index
 
     def _tensor(self, name: str) -> Tensor:
-        """Return a tensor in the order of the model."""
-        entry, stored = self._tensors[name]
-        kind = stored.tensor_type.name
+        """Return a tensor in the form of the model."""
+        entry, stored, member = self._tensors[name]
+        kind, shape = stored.tensor_type.name, self._shape(name)
+        data = torch.from_numpy(np.array(stored.data if member is None else stored.data[member]))
         if kind in BLOCK_TYPES:
-            tensor = torch.from_numpy(np.array(stored.data)).flatten(0, -2)
+            tensor = data.reshape(*shape[:-1], -1)
             if not name.endswith(BLOCKS):
-                return BLOCK_TYPES[kind].decode(tensor, int(stored.shape[0])).dense(torch.float32)
+                matrix = tensor.reshape(-1, tensor.shape[-1])
+                tensor = BLOCK_TYPES[kind].decode(matrix, shape[-1]).dense(torch.float32).reshape(shape)
         else:
             dtype = next(dtype for dtype, stated in DENSE.items() if stated == kind)
-            values = torch.from_numpy(np.array(stored.data))
-            tensor = values.view(dtype).reshape(tuple(reversed([int(n) for n in stored.shape])))
-        tensor = rearranged(tensor, entry.heads)
-        return tensor - entry.shift if entry.shift else tensor
+            tensor = data.view(dtype).reshape(shape)
+        return entry.to_model(tensor)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape in the file of a tensor of the model."""
+        _, stored, member = self._tensors[name]
+        shape = tuple(reversed([int(n) for n in stored.shape]))
+        return shape if member is None else shape[1:]
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by name."""
@@ -209,11 +300,11 @@ class GGUFTensors:
         """Do nothing: `MappedTensors.ask` asks for pages, and tensors of this file are copies."""
 
     def _header(self, name: str) -> Header:
-        _, stored = self._tensors[name]
-        shape, kind = tuple(reversed([int(n) for n in stored.shape])), stored.tensor_type.name
+        entry, stored, _ = self._tensors[name]
+        shape, kind = self._shape(name), stored.tensor_type.name
         if name.endswith(BLOCKS):
-            return Header("U8", (shape[0], BLOCK_TYPES[kind].row_bytes(shape[1])))
-        return Header("F32" if kind in BLOCK_TYPES else kind, shape)
+            return Header("U8", entry.shape_in_model((*shape[:-1], BLOCK_TYPES[kind].row_bytes(shape[-1]))))
+        return Header("F32" if kind in BLOCK_TYPES else kind, entry.shape_in_model(shape))
 
 
 @lru_cache(maxsize=2)

@@ -135,6 +135,7 @@ class Format(ABC):
     `configured` takes block types of the embedding and the LM head. file: the one file that holds all tensors of a
     complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the reader accepts.
     stacked: tensors that hold those of all experts, by the ends of their names: the name of each inside of a linear.
+    opens_experts: whether the matrices of experts are stored one by one, also of a model that has them in one tensor.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Format(ABC):
     file: str | None = None
     keys: ClassVar[Mapping[str, Accepted]] = {}
     stacked: ClassVar[Mapping[str, str]] = {}
+    opens_experts: bool = False
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of stored scales. storage: the storage dtype of the run."""

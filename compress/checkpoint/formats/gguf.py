@@ -20,8 +20,9 @@ Embedding and head are rounded to a block type of their own; dense linears are f
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from transformers import PretrainedConfig
 
 from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
 from compress.checkpoint.blocks.block import BlockType
-from compress.checkpoint.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
+from compress.checkpoint.containers.gguf import BLOCKS, CONFIG, DENSE, FILE, Entry, Stored, write_gguf
 from compress.checkpoint.formats.base import (
     LAYERS_KEYS,
     Ends,
@@ -44,14 +45,16 @@ from compress.checkpoint.formats.base import (
     refuses_transforms,
 )
 from compress.checkpoint.formats.gguf_files.architecture import (
+    EXPERT,
     Architecture,
     architecture_of,
     architectures,
+    keeps_float32,
     rope_factors,
 )
 from compress.checkpoint.formats.gguf_files.reading import misread
 from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
-from compress.errors import did_you_mean
+from compress.errors import SaveError, did_you_mean
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
@@ -60,7 +63,14 @@ STORED = f"weight{BLOCKS}"
 END_TYPE = "Q6_K"  # that of llama.cpp for the head
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """The block type for widths that are no multiple of 256, as in llama.cpp (llama.cpp, tensor_type_fallback)."""
+UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "architectures", "dtype")
+"""Entries of a configuration that do not describe the model in the file."""
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
+
+ONE_TYPE = (
+    "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
+    "or format: native"
+)
 
 
 def block_of(scheme: LayerScheme) -> BlockType | None:
@@ -82,6 +92,7 @@ class GGUF(Format):
     quant_method = "gguf"
     scale_dtype = torch.float16
     ends_typed = True
+    opens_experts = True
     file = FILE
     keys = LAYERS_KEYS
 
@@ -137,6 +148,22 @@ class GGUF(Format):
 
     def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         return torch.float32
+
+    def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
+        # llama.cpp has the gate of a shared expert as a vector, which it does not quantize
+        return None if scheme.codes is not None and scheme.shape[0] == 1 else scheme
+
+    def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        stacks: dict[str, dict[int, str]] = {}
+        for name, scheme in schemes.items():
+            if (number := EXPERT.search(name)) is not None:
+                stacks.setdefault(EXPERT.sub(".experts.*.", name), {})[int(number[1])] = scheme.text
+        count = 1 + max((number for texts in stacks.values() for number in texts), default=0)
+        for name, text_by_number in stacks.items():
+            texts = {text_by_number.get(number, "dense") for number in range(count)}
+            if len(texts) > 1:
+                return ONE_TYPE.format(name, ", ".join(sorted(texts)))
+        return None
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         return None
@@ -235,34 +262,56 @@ def _tensors(
     are read back dense.
     """
     name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
-    for full, path in sorted(shards.items(), key=lambda item: (item[1], item[0])):
+    sources: dict[str, list[tuple[Path, str]]] = {}
+    for full, path in sorted(shards.items(), key=lambda item: (item[1], *_numbered(item[0]))):
         plain = full.removesuffix(BLOCKS)
         weight_name = ends.embedding if ends.tied and plain == ends.head else plain
         file_name = None if weight_name is None else name_in_file(weight_name)
-        assert file_name is not None, f"the gguf package has no name for {plain}"
-        heads = architecture.rotated_heads(plain, ends.config)
+        if file_name is None:
+            raise SaveError(
+                f"save: llama.cpp has no tensor for {plain} in files of the architecture {architecture.name}; use "
+                "another format"
+            )
+        sources.setdefault(file_name, []).append((path, full))
+    for file_name, stored in sources.items():
+        path, full = stored[0]
+        plain = full.removesuffix(BLOCKS)
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(full)
-        shift = architecture.shift(plain, tensor.ndim)
-        read = partial(_read, path, full, heads, shift)
+        entry = architecture.entry(plain, tensor.shape, ends.config, is_packed=full != plain)
+        if len({name.endswith(BLOCKS) for _, name in stored}) > 1:
+            raise SaveError(f"save: {ONE_TYPE.format(plain, 'codes and dense')}")
+        assert len(stored) == (entry.members or 1), f"{file_name} holds {len(stored)} tensors"
+        wide = full == plain and (keeps_float32(file_name) or (entry.members is not None and tensor.ndim == 1))
+        read = partial(_read, stored, entry, wide)
+        shape = entry.shape_in_file(tensor.shape)
         if full == plain:
-            kind = DENSE[tensor.dtype]
-            yield Stored(file_name, Entry(full, heads, shift), kind, tuple(tensor.shape), read)
-            continue
-        block = blocks[full]
-        assert block is not None, "refuses was not asked"
-        entry = Entry(full if plain in layers else plain, heads)
-        width = tensor.shape[1] // block.size_bytes * block.size
-        yield Stored(file_name, entry, block.name, (tensor.shape[0], width), read)
-    if (factors := rope_factors(ends.config)) is not None:
-        yield Stored("rope_freqs.weight", None, "F32", tuple(factors.shape), lambda: factors)
+            kind = "F32" if wide else DENSE[tensor.dtype]
+        else:
+            block = blocks[full]
+            assert block is not None, "refuses was not asked"
+            kind = block.name
+            shape = (*shape[:-1], shape[-1] // block.size_bytes * block.size)
+            entry = replace(entry, name=f"{entry.name}{BLOCKS}") if plain in layers else entry
+        yield Stored(file_name, entry, kind, shape if entry.members is None else (entry.members, *shape), read)
+    for name, factors in rope_factors(ends.config).items():
+        yield Stored(name, None, "F32", tuple(factors.shape), partial(torch.clone, factors))
 
 
-def _read(path: Path, name: str, heads: int | None, shift: float) -> Tensor:
-    """Return a tensor of a shard as the file holds it."""
-    with safe_open(path, framework="pt") as file:
-        tensor = arranged(file.get_tensor(name), heads)
-    return tensor + shift if shift else tensor
+def _numbered(name: str) -> tuple[str, int]:
+    """Return a key by which the tensors of experts are in the order of their numbers."""
+    number = EXPERT.search(name)
+    return (name, 0) if number is None else (EXPERT.sub(".experts.", name), int(number[1]))
+
+
+def _read(stored: Sequence[tuple[Path, str]], entry: Entry, wide: bool) -> Tensor:
+    """Return tensors of shards as the file holds them: of all experts in one, in float32 if it is `wide`."""
+    tensors = []
+    for path, name in stored:
+        with safe_open(path, framework="pt") as file:
+            tensors.append(entry.to_file(file.get_tensor(name)))
+    tensor = tensors[0] if entry.members is None else torch.stack(tensors)
+    return tensor.float() if wide else tensor
 
 
 def _metadata(
@@ -282,6 +331,8 @@ def _metadata(
     yield "general.quantization_version", QUANTIZATION_VERSION
     for key, value in architecture.metadata(ends.config):
         yield f"{architecture.name}.{key}", value
+    stated = {key: value for key, value in ends.config.to_dict().items() if key not in UNSTATED}
+    yield CONFIG, json.dumps(stated, sort_keys=True)
     fields = (
         ("model", vocabulary.model),
         ("pre", vocabulary.pre),

@@ -12,16 +12,17 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from compress.checkpoint.blocks import BLOCK_TYPES
-from compress.checkpoint.containers.gguf import DENSE, FILE, SIDECAR, Entry, packed_index
-from compress.checkpoint.formats.gguf import GGUF, STORED
-from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of
+from compress.checkpoint.containers.gguf import BLOCKS, DENSE, FILE, SIDECAR, packed_index
+from compress.checkpoint.formats.gguf import GGUF
+from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of, rope_factors
 from compress.checkpoint.sources.gguf import made_once
 from compress.checkpoint.sources.gguf_contents import (
     check_keys,
@@ -29,6 +30,7 @@ from compress.checkpoint.sources.gguf_contents import (
     check_none_unread,
     complete_config,
     header_of,
+    own_config,
 )
 from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
 from compress.checkpoint.sources.hub import folder_of
@@ -36,11 +38,12 @@ from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
+from compress.models.experts import open_experts
 from compress.models.structure.ends import find_ends
 
 log = logging.getLogger(__name__)
 
-KEPT = "compress/gguf-codes-2"  # the number changes when the content of a folder does
+KEPT = "compress/gguf-codes-3"  # the number changes when the content of a folder does
 
 
 def checkpoint_of(source: str) -> Path:
@@ -78,15 +81,18 @@ def _describe(path: Path) -> None:
     """Write configuration, tokenizer and index of a file to its folder. Raises as `_keep`."""
     header = call_foreign(header_of, path)
     types = header.types
-    config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name)
+    own = own_config(header)
+    config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name) if own is None else own
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
         raise NotThisFormat(f"model: {path}: its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
-    replaced = complete_config(header, config)
-    check_keys(header, config)
+    replaced = complete_config(header, config) if own is None else set(rope_factors(config))
+    if own is None:
+        check_keys(header, config)
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
+    open_experts(model)
     names = dict(_names(model, architecture))
     check_none_missing(header, set(names.values()) - set(types))
     check_none_unread(header, set(types) - set(names.values()) - replaced)
@@ -94,18 +100,21 @@ def _describe(path: Path) -> None:
     entries = {}
     for full, name in names.items():
         layer = full.removesuffix(".weight")
-        heads = architecture.rotated_heads(full, config)
-        shift = architecture.shift(full, model.state_dict()[full].ndim)
-        entries[name] = Entry(f"{layer}.{STORED}" if layer in schemes else full, heads, shift)
+        is_packed = layer in schemes
+        entry = architecture.entry(full, model.state_dict()[full].shape, config, is_packed)
+        entries[name] = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
     quantization = GGUF().config(schemes, [], "")
-    if quantization is None:
+    if quantization is None and own is None:
         raise NotThisFormat(f"model: {path} has no codes")
     (folder / SIDECAR).write_text(packed_index(entries), encoding="utf-8")
-    config.quantization_config = quantization
+    if quantization is not None:
+        config.quantization_config = quantization
     config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    call_foreign(AutoTokenizer.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
+    # AutoTokenizer reads the files of few architectures, this class those of all
+    kind: Any = AutoTokenizer if own is None else PreTrainedTokenizerFast
+    call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
 
 
 def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ changes what the model computes and is therefore an error.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_TO_TRANSFORMERS_MAPPING,
     TENSOR_PROCESSORS,
@@ -23,9 +24,11 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
+from compress.checkpoint.containers.gguf import CONFIG
 from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_factors, rope_of
 from compress.checkpoint.sources.gguf_parts import open_parts
-from compress.errors import ModelError
+from compress.checkpoint.sources.untrusted import check_config
+from compress.errors import CannotRun, ModelError, call_foreign
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -86,6 +89,27 @@ def header_of(path: Path) -> GGUFHeader:
     return GGUFHeader(path, values, types, weights, torch.tensor(divisors[0]) if divisors else None)
 
 
+def own_config(header: GGUFHeader) -> PretrainedConfig | None:
+    """Return the configuration that compress has written into a file; None for a file of another program.
+
+    Raises:
+        ModelError: for a configuration that cannot be read.
+    """
+    text = header.values.get(CONFIG)
+    if not isinstance(text, str):
+        return None
+    try:
+        values = json.loads(text)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ValueError("it is no JSON object with a model_type")
+        check_config(values, trust_remote_code=False)
+        return call_foreign(AutoConfig.for_model, **values)
+    except (ValueError, RecursionError, CannotRun) as error:
+        raise ModelError(
+            f"model: {header.path}: its {CONFIG} cannot be read ({error}); fetch the file again"
+        ) from error
+
+
 def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
     """State in a configuration what transformers does not read of a file: scaled rotary embeddings, and biases.
 
@@ -110,7 +134,7 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
     stated = header.values.get(f"{name}.rope.scaling.original_context_length")
     for positions in (*([] if stated is None else [int(stated)]), *(1 << exponent for exponent in range(20, 4, -1))):
         rope |= {**LLAMA3, "factor": factor, "original_max_position_embeddings": positions}
-        factors = rope_factors(config)
+        factors = rope_factors(config).get(FREQUENCIES)
         if factors is not None and factors.shape == divisors.shape and torch.allclose(factors, divisors, rtol=1e-4):
             return {FREQUENCIES}
     rope.clear()

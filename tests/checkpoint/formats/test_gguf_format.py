@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
+from gguf_families import GROUPED, gguf_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
-    MistralConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 import compress
 from compress import GPTQ, RTN, KVCache
-from compress.checkpoint.containers.gguf import FILE, Entry, arranged, entry_of, open_gguf, packed_index, rearranged
+from compress.checkpoint.containers.gguf import FILE, Entry, entry_of, open_gguf, packed_index
 from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import architecture_of
 from compress.checkpoint.sources.limits import stored_bytes
@@ -76,7 +76,7 @@ def test_the_file_holds_the_codes_bit_for_bit_and_transformers_reads_it(grid, re
     stored = theirs["blk.1.attn_q.weight"]
     assert stored.tensor_type.name == GRIDS[grid]
     ours = model.get_submodule("model.layers.1.self_attn.q_proj").weight_as(torch.float32)
-    assert torch.equal(torch.from_numpy(dequantize(stored.data, stored.tensor_type)), arranged(ours, 4))
+    assert torch.equal(torch.from_numpy(dequantize(stored.data, stored.tensor_type)), Entry("", heads=4).to_file(ours))
     down = theirs["blk.2.ffn_down.weight"]
     ours = model.get_submodule("model.layers.2.mlp.down_proj").weight_as(torch.float32)
     assert torch.equal(torch.from_numpy(dequantize(down.data, down.tensor_type)), ours)
@@ -138,72 +138,58 @@ def test_a_run_that_was_killed_ends_with_the_same_file(recipe, stop, tmp_path):
     assert (tmp_path / "killed" / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
 
 
-FAMILIES = {"llama": {}, "llama-llama3-rope": {}, "qwen2": {}, "qwen3": {}, "mistral": {}, "gemma3_text": {}}
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry("", heads=2),
+        Entry("", groups=2, group_heads=4),
+        Entry("", transposed=True),
+        Entry("", transposed=True, heads=2, shift=1),
+    ],
+)
+def test_a_tensor_goes_into_the_file_and_comes_back(entry):
+    rows = torch.arange(16.0 * 16).view(16, 16)
+    stored = entry.to_file(rows)
+    assert not torch.equal(stored, rows) and torch.equal(entry.to_model(stored), rows)
+    assert entry.shape_in_file((16, 8)) == ((8, 16) if entry.transposed else (16, 8))
 
 
-SIZES = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "head_dim": 32,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-}
-
-
-def family(name, config):
-    """A configuration of a family with pico's sizes."""
-    sizes = SIZES
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    kinds = {
-        "llama": lambda: LlamaConfig(**sizes, attention_bias=False, tie_word_embeddings=False),
-        "llama-llama3-rope": lambda: LlamaConfig(**sizes, rope_parameters=rope),
-        "mistral": lambda: MistralConfig(**sizes, sliding_window=None),
-        "qwen2": lambda: Qwen2Config(**{k: v for k, v in sizes.items() if k != "head_dim"}),
-        "qwen3": lambda: Qwen3Config(**{**sizes, "head_dim": 128}),  # transformers reads no other head size from GGUF
-        "gemma3_text": lambda: Gemma3TextConfig(
-            **{**sizes, "num_hidden_layers": 7, "head_dim": 256}, query_pre_attn_scalar=256, sliding_window=32
-        ),  # transformers reads no other scale of the queries from GGUF
-    }
-    return kinds[name]()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_reads_other_families_as_the_same_function(name, pico, tmp_path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family(name, None)).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter += 0.05 * torch.randn_like(parameter)
-    tokenizer = AutoTokenizer.from_pretrained(pico)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    compress.save(model, tmp_path / "out", "gguf", tokenizer, "float32", embedding="dense", head="dense")
-    ids = torch.randint(1024, (1, 24))
-    wanted = model(ids).logits
-    ours, _ = compress.load(tmp_path / "out")
-    assert torch.allclose(ours(ids).logits, wanted, atol=1e-5)
-    if name == "llama-llama3-rope":  # transformers does not read the divisors of the frequencies; llama.cpp does
-        stored = next(t for t in gguf.GGUFReader(tmp_path / "out" / FILE).tensors if t.name == "rope_freqs.weight")
-        own = model.model.rotary_emb.inv_freq
-        plain = 10000.0 ** -(torch.arange(0, 32, 2).float() / 32)
-        assert torch.allclose(plain / torch.from_numpy(np.array(stored.data)), own, rtol=1e-5)
-        return
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=FILE, dtype=torch.float32).eval()
-    assert torch.allclose(theirs(ids).logits, wanted, atol=1e-4)
-
-
-def test_rows_of_heads_go_and_come_back():
+def test_the_order_of_rows_that_are_rotated_in_pairs_and_of_fused_linears():
     rows = torch.arange(8)
-    assert arranged(rows, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert torch.equal(rearranged(arranged(rows, 2), 2), rows) and arranged(rows, None) is rows
+    assert Entry("", heads=2).to_file(rows).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    # two groups of a query, a key and a value head of one row each, as in GPT-NeoX
+    assert Entry("", groups=2, group_heads=3).to_file(torch.arange(6)).tolist() == [0, 3, 1, 4, 2, 5]
+    # one group of two queries, a key and a value head of two rows each, as in Falcon: the order is that of the file
+    assert Entry("", groups=1, group_heads=4).to_file(rows).tolist() == list(range(8))
+    # two of them, as in Falcon with grouped queries
+    assert Entry("", groups=2, group_heads=4).to_file(rows).tolist() == [0, 1, 4, 5, 2, 6, 3, 7]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry("a", heads=3),
+        Entry("a", heads=0),
+        Entry("a", heads="2"),
+        Entry("a", groups=2, group_heads=3),
+        Entry("a", axis=5),
+        Entry("a", shift="1"),
+        Entry(1),
+    ],
+)
+def test_an_entry_that_does_not_fit_its_tensor_is_refused(entry):
+    Entry("a", heads=4, axis=1).check((8, 3))
+    with pytest.raises(ValueError, match="does not fit a tensor of"):
+        entry.check((8, 3))
+
+
+def test_an_axis_of_length_one_is_left_out():
+    gate, filters = torch.arange(4.0)[None], torch.arange(6.0).view(2, 1, 3)
+    for entry, tensor in ((Entry("", axis=0), gate), (Entry("", axis=1), filters)):
+        stored = entry.to_file(tensor)
+        assert stored.shape == entry.shape_in_file(tensor.shape) and 1 not in stored.shape
+        assert torch.equal(entry.to_model(stored), tensor)
+        assert entry.shape_in_model(stored.shape) == tensor.shape
 
 
 @pytest.mark.parametrize(
@@ -233,8 +219,8 @@ def test_what_no_block_holds_is_refused_before_the_first_pass(step, save, messag
 
 
 def test_an_architecture_that_llama_cpp_is_not_written_for(recipe, tiny_folder, tmp_path):
-    asked = recipe(RTN(weights="int8", **GROUPS), model=tiny_folder("gpt2"), save={"format": "gguf"})
-    with pytest.raises(ModelError, match="models of the type gpt2 cannot be written as GGUF, only llama, mistral"):
+    asked = recipe(RTN(weights="int8", **GROUPS), model=tiny_folder("opt"), save={"format": "gguf"})
+    with pytest.raises(SeveralErrors, match="models of the type opt cannot be written as GGUF, only llama, mistral"):
         compress.run(asked, tmp_path / "out", progress=False)
     asked = recipe(RTN(weights="int8", **GROUPS), model=tiny_folder("llama"), save={"format": "gguf"})
     with pytest.raises(SeveralErrors, match="format gguf: the model has no fast tokenizer"):
@@ -320,11 +306,11 @@ def test_its_bytes_count_where_a_configuration_is_limited_by_the_files(tmp_path)
 
 def variant(name):
     """Small configurations that transformers does not read completely from a GGUF file, and some that it reads."""
-    sizes = SIZES
+    sizes = {**GROUPED, "head_dim": 32}
     scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
     kinds = {
         "llama": lambda: LlamaConfig(**sizes),
-        "llama3 rope": lambda: family("llama-llama3-rope", None),
+        "llama3 rope": lambda: gguf_model("llama-llama3-rope").config,
         "linear rope": lambda: LlamaConfig(**sizes, rope_parameters=scaled),
         "biases": lambda: LlamaConfig(**sizes, attention_bias=True),
         "another theta": lambda: LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
@@ -403,7 +389,7 @@ def test_a_gap_of_the_reader_in_transformers_is_a_note_of_the_plan(name, unread,
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(config, message):
-    config = config(SIZES)
+    config = config({**GROUPED, "head_dim": 32})
     assert message in architecture_of(config).refuses(config)
 
 

@@ -11,10 +11,17 @@ from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
+LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2"}
+
 
 def weights_of(path):
-    """The dequantized weights [out, in] of the linears of the blocks, by their names in transformers."""
+    """The dequantized weights [out, in] of the linears of the blocks, by their names in transformers.
+
+    None for models whose linears have other names than those of Llama, or are fused or experts.
+    """
     config = json.loads((path.parent / "config.json").read_text())
+    if config["model_type"] not in LLAMA_LIKE:
+        return {}
     reader = GGUFReader(path)
     arch = reader.get_field("general.architecture").contents()
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

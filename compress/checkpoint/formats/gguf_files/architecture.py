@@ -1,14 +1,16 @@
 """The architecture of a model in a GGUF file: names of tensors, hyperparameters, and changes of weights.
 
 Names come from the tables of the `gguf` package. The changes of weights are those of llama.cpp's own converter: rows of
-q and k in the order of its rotary embedding, and norms that contain the 1 that some models add when they run.
+q and k in the order of its rotary embedding, fused linears in the order queries, keys, values, norms that contain the 1
+that some models add when they run, and the matrices of all experts in one tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -19,13 +21,43 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from compress.checkpoint.containers.gguf import MEMBER, Entry
+
 ROTATED = ("q_proj", "k_proj")
 """Modules whose rows are rotated by the position."""
-WINDOW = "sliding_attention"
+WINDOW, CONV = "sliding_attention", "conv"
+"""Kinds of blocks."""
+USUAL_CONTEXT = 2048  # of models without learned positions that state none
+ROPE_STEP = 4
+"""Every which block has no rotary embedding in SmolLM3 (llama.cpp, smollm3.cpp)."""
 BIASES = ("attention_bias", "mlp_bias")
 LOCAL_THETA = 10000.0
 """Base of the rotary embedding of blocks with a sliding window in llama.cpp."""
 ROPE_TYPES = ("default", "linear", "llama3")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""The number of an expert in the name of a tensor."""
+MATRIX, CUBE = 2, 3  # axes
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+FLOAT32 = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "token_types", "shortconv.conv")
+"""Matrices that are always float32 (llama.cpp, conversion/base.py, prepare_tensors): some operations read no others."""
+KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    ("attention.layer_norm_rms_epsilon", float, ("rms_norm_eps", "norm_eps")),
+    ("attention.layer_norm_epsilon", float, ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
+    ("vocab_size", int, ("vocab_size",)),
+    ("attn_logit_softcapping", float, ("attn_logit_softcapping",)),
+    ("final_logit_softcapping", float, ("final_logit_softcapping",)),
+    ("expert_count", int, EXPERT_COUNTS),
+    ("expert_used_count", int, ("num_experts_per_tok",)),
+    ("expert_feed_forward_length", int, ("moe_intermediate_size",)),
+    ("expert_shared_feed_forward_length", int, ("shared_expert_intermediate_size",)),
+    ("use_parallel_residual", bool, ("use_parallel_residual",)),
+    ("logit_scale", float, ("logit_scale", "logits_scaling")),
+    ("attention.scale", float, ("attention_multiplier",)),
+    ("embedding_scale", float, ("embedding_multiplier",)),
+    ("residual_scale", float, ("residual_multiplier",)),
+    ("shortconv.l_cache", int, ("conv_L_cache",)),
+)
+"""Hyperparameters: the key in the file, its type, and the keys of configurations, of which the first is taken."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +65,27 @@ class Architecture:
     """How llama.cpp names and computes a kind of model; see architectures.yaml."""
 
     name: str
-    activation: str
+    activation: tuple[str, ...]
     biases: bool = False
     rotary_pairs: bool = False
     norm_shift: float = 0
     period: int | None = None
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    ropes: tuple[str, ...] = ()
+    square: bool = False
+    fused: str | None = None
+    transposed: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def refuses(self, config: PretrainedConfig) -> str | None:
         """Why llama.cpp would compute another function than this model, or None."""
-        act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", self.activation)
-        if act != self.activation:
-            return f"its activation is {act}, but llama.cpp computes {self.activation}"
-        if rope_of(config).get("rope_type", "default") not in ROPE_TYPES:
-            return f"its rotary embedding is of the type {rope_of(config)['rope_type']!r}, not {', '.join(ROPE_TYPES)}"
+        kinds = ("hidden_activation", "activation_function", "activation", "hidden_act")
+        act = next((value for kind in kinds if (value := getattr(config, kind, None))), self.activation[0])
+        if act not in self.activation:
+            return f"its activation is {act}, but llama.cpp computes {' or '.join(self.activation)}"
+        rope, types = rope_of(config), (*ROPE_TYPES, *self.ropes)
+        if rope.get("rope_type", "default") not in types:
+            return f"its rotary embedding is of the type {rope['rope_type']!r}, not {', '.join(types)}"
         biased = next((key for key in BIASES if getattr(config, key, False)), None)
         if biased is not None and not self.biases:
             return f"{biased}: its linears have biases, which llama.cpp does not have for {self.name}"
@@ -60,6 +100,23 @@ class Architecture:
             return f"its sliding windows are not in {self.period - 1} of {self.period} blocks, as in llama.cpp"
         if self.period is None and WINDOW in (getattr(config, "layer_types", None) or ()):
             return "some of its blocks have a sliding window, which llama.cpp does not compute for it"
+        return self._refuses_values(config)
+
+    def _refuses_values(self, config: PretrainedConfig) -> str | None:
+        """Why llama.cpp computes with other values than those of the configuration, or None."""
+        for key, value in self.requires.items():
+            stated = getattr(config, key, value)
+            if stated != value and (stated or value):
+                return f"{key} is {stated}, but llama.cpp computes {self.name} with {key} {value}"
+        rotated = getattr(config, "no_rope_layers", None)
+        if rotated and list(rotated) != [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]:
+            return f"its blocks without a rotary embedding are not every {ROPE_STEP}th, as in llama.cpp"
+        width = head_dim(config) * config.num_attention_heads
+        if self.square and width != config.hidden_size:
+            return (
+                f"its attention heads are {width} wide together, but llama.cpp computes {self.name} with heads as wide "
+                f"as the model, {config.hidden_size}"
+            )
         return None
 
     def _windows(self, config: PretrainedConfig) -> list[bool]:
@@ -69,53 +126,98 @@ class Architecture:
         assert self.period is not None
         return [(i + 1) % self.period != 0 for i in range(config.num_hidden_layers)]
 
-    def rotated_heads(self, name: str, config: PretrainedConfig) -> int | None:
-        """The heads of a tensor whose rows llama.cpp rotates in pairs; None: the rows keep their order.
+    def entry(self, name: str, shape: Sequence[int], config: PretrainedConfig, is_packed: bool) -> Entry:
+        """How the file holds a tensor of the model.
 
-        transformers rotates rows i and i + width / 2 of a head, llama.cpp rows 2 i and 2 i + 1. name: in the model.
+        transformers rotates rows i and i + width / 2 of a head, llama.cpp rows 2 i and 2 i + 1.
+
+        Args:
+            name: in the model, that of the tensor itself also if it is packed.
+            shape: of the stored tensor; its last axis counts bytes if it is packed.
+            config: configuration of the model.
+            is_packed: whether it holds the bytes of blocks.
         """
-        module = name.rpartition(".")[0].rpartition(".")[2]
-        if not self.rotary_pairs or module not in ROTATED:
-            return None
-        return config.num_attention_heads if module == ROTATED[0] else config.num_key_value_heads
+        path, _, leaf = name.rpartition(".")
+        module, dims = path.rpartition(".")[2], len(shape)
+        values: dict[str, Any] = {}
+        if self.rotary_pairs and module in ROTATED:
+            values["heads"] = config.num_attention_heads if module == ROTATED[0] else config.num_key_value_heads
+        if module == self.fused:
+            groups = key_value_heads(config)
+            values |= {"groups": groups, "group_heads": config.num_attention_heads // groups + 2}
+        if module in self.transposed and dims == MATRIX and leaf == "weight":
+            values["transposed"] = not is_packed
+        if dims == MATRIX and shape[0] == 1:
+            values["axis"] = 0
+        if dims == CUBE and shape[1] == 1:
+            values["axis"] = 1
+        if dims == 1 and module.endswith("norm") and leaf == "weight":
+            values["shift"] = self.norm_shift
+        if EXPERT.search(name) is not None:
+            values["members"] = expert_count(config)
+            name = EXPERT.sub(f".experts.{MEMBER}.", name)
+        return Entry(name, **values)
 
     def tensor_names(self, blocks: int) -> Callable[[str], str | None]:
-        """The name in the file for the name of a tensor in the model, of so many blocks; None if there is none."""
+        """The name in the file for the name of a tensor in the model, of so many blocks; None if there is none.
+
+        The tensors of all experts have one name.
+        """
         import gguf  # an optional dependency
 
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         table = gguf.get_tensor_name_map(kinds[self.name], blocks)
-        return lambda name: table.get_name(name, (".weight", ".bias"))
 
-    def shift(self, name: str, tensor_dims: int) -> float:
-        """What is added to a tensor in the file."""
-        return self.norm_shift if tensor_dims == 1 and name.endswith("norm.weight") else 0
+        def name_in_file(name: str) -> str | None:
+            name = EXPERT.sub(".experts.", name)
+            for part, other in self.names.items():
+                name = name.replace(part, other)
+            return table.get_name(name, (".weight", ".bias"))
 
-    def metadata(self, config: PretrainedConfig) -> Iterator[tuple[str, int | float]]:
+        return name_in_file
+
+    def metadata(self, config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
         """The hyperparameters by key, without the architecture's name before it."""
         window = getattr(config, "sliding_window", None)
-        context = config.max_position_embeddings
+        context = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", USUAL_CONTEXT)
         if self.period is None and window is not None and getattr(config, "use_sliding_window", True):
             context = min(context, window)  # up to this length the window has no effect
         yield "block_count", config.num_hidden_layers
         yield "context_length", context
         yield "embedding_length", config.hidden_size
-        yield "feed_forward_length", config.intermediate_size
+        yield "feed_forward_length", feed_forward_width(config)
         yield "attention.head_count", config.num_attention_heads
-        yield "attention.head_count_kv", config.num_key_value_heads
+        heads, kinds = key_value_heads(config), getattr(config, "layer_types", None) or ()
+        yield "attention.head_count_kv", [0 if kind == CONV else heads for kind in kinds] if CONV in kinds else heads
         yield "attention.key_length", head_dim(config)
         yield "attention.value_length", head_dim(config)
-        yield "attention.layer_norm_rms_epsilon", float(config.rms_norm_eps)
-        yield "rope.dimension_count", head_dim(config)
-        yield "rope.freq_base", float(rope_of(config).get("rope_theta", 10000.0))
-        yield "vocab_size", config.vocab_size
+        for key, kind, names in KEYS:
+            value = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+            if value is not None:
+                yield key, kind(value)
         if self.period is not None and window is not None:
             yield "attention.sliding_window", window
-        for key, name in (("attn", "attn_logit_softcapping"), ("final", "final_logit_softcapping")):
-            if (value := getattr(config, name, None)) is not None:
-                yield f"{key}_logit_softcapping", float(value)
-        if rope_of(config).get("rope_type") == "linear":
-            yield "rope.scaling.factor", float(rope_of(config)["factor"])
+        yield from _rotary_metadata(config)
+
+
+def _rotary_metadata(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The hyperparameters of the rotary embedding; none without one."""
+    rope = rope_of(config)
+    if not rope:
+        return
+    yield "rope.dimension_count", rotary_width(config)
+    yield "rope.freq_base", float(rope.get("rope_theta", 10000.0))
+    if rope.get("rope_type") == "linear":
+        yield "rope.scaling.factor", float(rope["factor"])
+    if rope.get("rope_type") == "longrope":
+        original = int(rope["original_max_position_embeddings"])
+        scale = config.max_position_embeddings / original
+        stated = rope.get("attention_factor")
+        # LongRoPE (arXiv 2402.13753), as in transformers: sqrt(1 + ln(s) / ln(L))
+        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        yield "rope.scaling.type", "longrope"
+        yield "rope.scaling.original_context_length", original
+        yield "rope.scaling.attn_factor", float(factor if stated is None else stated)
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture | None:
@@ -127,12 +229,48 @@ def architecture_of(config: PretrainedConfig) -> Architecture | None:
 def architectures() -> dict[str, Architecture]:
     """All architectures by the type in config.json."""
     text = files("compress.checkpoint.formats.gguf_files").joinpath("architectures.yaml").read_text(encoding="utf-8")
-    return {kind: Architecture(**values) for kind, values in yaml.safe_load(text).items()}
+    lists, stated = ("activation", "ropes", "transposed"), yaml.safe_load(text)
+    architecture_by_kind = {}
+    for kind, entries in stated.items():
+        values: dict[str, Any] = {key: tuple(value) if key in lists else value for key, value in entries.items()}
+        architecture_by_kind[kind] = Architecture(**values)
+    return architecture_by_kind
 
 
 def head_dim(config: PretrainedConfig) -> int:
     """The width of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotary_width(config: PretrainedConfig) -> int:
+    """The number of rows of a head that are rotated by the position."""
+    part = rope_of(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    return int(head_dim(config) * (1 if part is None else part))
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """The number of heads of keys and values."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    return next(value for name in names if (value := getattr(config, name, None)))
+
+
+def feed_forward_width(config: PretrainedConfig) -> int:
+    """The width of the feed-forward layers."""
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        # LFM2 (transformers, Lfm2MLP): two thirds, times a factor, rounded up to a multiple
+        width = int(2 * config.intermediate_size / 3)
+        factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+        width = width if factor is None else int(factor * width)
+        return multiple * ((width + multiple - 1) // multiple)
+    names = ("intermediate_size", "ffn_hidden_size", "n_inner")
+    return next((value for name in names if (value := getattr(config, name, None))), 4 * config.hidden_size)
+
+
+def expert_count(config: PretrainedConfig) -> int | None:
+    """The number of experts of each block, or None."""
+    return next((value for name in EXPERT_COUNTS if (value := getattr(config, name, None))), None)
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
@@ -141,16 +279,25 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
     return parameters.get("full_attention", parameters)
 
 
-def rope_factors(config: PretrainedConfig) -> Float[Tensor, " half"] | None:
-    """The divisors of the rotary frequencies for rope_type llama3, which a tensor of the file holds; else None."""
+def rope_factors(config: PretrainedConfig) -> dict[str, Float[Tensor, " half"]]:
+    """The divisors of the rotary frequencies that tensors of the file hold, by their names; none for most types."""
     rope = rope_of(config)
+    if rope.get("rope_type") == "longrope":
+        factors = {"rope_factors_long.weight": rope["long_factor"], "rope_factors_short.weight": rope["short_factor"]}
+        return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
     if rope.get("rope_type") != "llama3":
-        return None
-    width, low, high = head_dim(config), rope["low_freq_factor"], rope["high_freq_factor"]
+        return {}
+    width, low, high = rotary_width(config), rope["low_freq_factor"], rope["high_freq_factor"]
     old = rope["original_max_position_embeddings"]
     frequencies = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
     waves = 2 * math.pi / frequencies
     smooth = (old / waves - low) / (high - low)
     between = 1 / ((1 - smooth) / rope["factor"] + smooth)
     factors = torch.where(waves > old / low, torch.full_like(waves, float(rope["factor"])), between)
-    return torch.where(waves < old / high, torch.ones_like(waves), factors)
+    return {"rope_freqs.weight": torch.where(waves < old / high, torch.ones_like(waves), factors)}
+
+
+def keeps_float32(name: str) -> bool:
+    """Whether a matrix of a file is float32 whatever the dtype of the others. name: in the file."""
+    plain = name.removesuffix(".weight")
+    return any(plain == kind or plain.endswith(f".{kind}") for kind in FLOAT32)

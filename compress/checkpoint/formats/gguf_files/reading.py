@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,19 +11,39 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from compress.checkpoint.containers.gguf import FILE, write_gguf
-from compress.checkpoint.formats.gguf_files.architecture import WINDOW, Architecture, head_dim, rope_of
+from compress.checkpoint.formats.gguf_files.architecture import (
+    WINDOW,
+    Architecture,
+    feed_forward_width,
+    head_dim,
+    key_value_heads,
+    rope_of,
+)
 from compress.errors import CannotRun, call_foreign
 from compress.models.quiet import quiet_transformers
 
 COMPUTED = (
     "num_hidden_layers",
     "num_attention_heads",
-    "num_key_value_heads",
     "hidden_size",
-    "intermediate_size",
     "hidden_act",
     "hidden_activation",
     "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_epsilon",
+    "norm_eps",
+    "conv_L_cache",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "use_bias",
+    "use_parallel_residual",
+    "new_decoder_architecture",
+    "partial_rotary_factor",
     "rope_parameters",
     "attention_bias",
     "mlp_bias",
@@ -33,6 +53,13 @@ COMPUTED = (
     "layer_types",
 )
 """Keys of configurations on which the outputs depend."""
+SIZES: Mapping[str, Callable[[PretrainedConfig], int]] = {
+    "head_dim": head_dim,
+    "num_key_value_heads": key_value_heads,
+    "intermediate_size": feed_forward_width,
+    "n_positions": lambda config: getattr(config, "n_positions", 0),
+}
+"""Sizes that configurations state in several ways."""
 
 
 def misread(architecture: Architecture, config: PretrainedConfig) -> str | None:
@@ -53,7 +80,8 @@ def misread(architecture: Architecture, config: PretrainedConfig) -> str | None:
         except CannotRun as error:
             return f"transformers does not read a {architecture.name} file: {error.cause}"
     pairs = {key: (getattr(config, key, None), getattr(read, key, None)) for key in COMPUTED}
-    pairs["head_dim"] = head_dim(config), head_dim(read)
+    for name, size in SIZES.items():
+        pairs[name] = size(config), size(read)
     if WINDOW in (getattr(config, "layer_types", None) or ()):
         pairs["sliding_window"] = config.sliding_window, getattr(read, "sliding_window", None)
     different = next((key for key, pair in pairs.items() if not _equal(*pair)), None)

@@ -18,6 +18,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"
 NEVER = -1e6  # the score of a token that no merge makes
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+BY_CASE = r"[^\r\n\p{L}\p{N}]?{upper}*{lower}+{short}|[^\r\n\p{L}\p{N}]?{upper}+{lower}*{short}|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+NAMED = {
+    "gpt-4o": (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),
+    "tekken": ("", r"\p{N}"),
+}
+"""Expressions that divide words by case, as in llama.cpp (llama-vocab.cpp): contractions and numbers by name."""
 SUFFIXES = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|")
 """The two spellings of the contractions at the beginning of the expressions."""
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
@@ -112,12 +120,18 @@ def _pre_tokenizer(stated: dict[str, Any], ignores_merges: bool) -> str:
         return "smollm"
     if kinds == ["Split", "ByteLevel"] and not uses_regex:
         expression = steps[0]["pattern"].get("Regex", "")
+        for name, (short, digits) in NAMED.items():
+            words = BY_CASE.replace("{upper}", UPPER).replace("{lower}", LOWER).replace("{short}", short)
+            if expression == words + digits + REST:
+                return name
         for spelled in SUFFIXES:
             pattern = expression.removeprefix(spelled)
             if pattern != expression and pattern == WORDS.replace("{digits}", "{1,3}"):
                 return "llama-bpe" if ignores_merges else "smaug-bpe"
             if pattern != expression and pattern == WORDS.replace("{digits}", ""):
                 return "qwen2"
+    if kinds == ["Punctuation", "ByteLevel", "Digits", "Split"]:
+        return "falcon"
     raise ValueError(f"its pre-tokenizer ({', '.join(kinds)}) is none that compress can name for llama.cpp")
 
 

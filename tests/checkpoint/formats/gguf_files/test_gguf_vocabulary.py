@@ -10,6 +10,13 @@ TIMES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|
 LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + TIMES % "{1,3}"
 QWEN2 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + TIMES % ""
 
+CASES = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
 
 def fast(model, pre=None, normalizer=None, special="<s>"):
     """A fast tokenizer."""
@@ -48,6 +55,20 @@ def split(expression):
         (split(LLAMA3), {"ignore_merges": True}, "llama-bpe"),
         (split(LLAMA3), {}, "smaug-bpe"),
         (split(QWEN2), {}, "qwen2"),
+        (split(CASES % (SHORT, SHORT, "{1,3}")), {}, "gpt-4o"),
+        (split(CASES % ("", "", "")), {}, "tekken"),
+        (
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Punctuation("contiguous"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                    pre_tokenizers.Digits(False),
+                    pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+                ]
+            ),
+            {},
+            "falcon",
+        ),
     ],
 )
 def test_pre_tokenizers_have_the_names_of_llama_cpp(pre, options, name):

@@ -29,7 +29,11 @@ WORDS = {
     "Q5_1": ("uint5", "none"),
     "Q8_0": ("int8", "none"),
     "Q2_K": ("uint2_k", "none"),
+    "Q3_K_S": ("int3_k", "none"),
     "Q3_K_M": ("int3_k", "none"),
+    "Q3_K_L": ("int3_k", "none"),
+    "Q4_K_S": ("uint4_k", "none"),
+    "Q5_K_S": ("uint5_k", "none"),
     "Q4_K_M": ("uint4_k", "none"),
     "Q5_K_M": ("uint5_k", "none"),
     "Q6_K": ("int6_k", "none"),
@@ -90,7 +94,7 @@ def test_an_unknown_preset_says_what_there_is(name, message):
         Recipe.from_text(f"model: m\npasses: [{{scheme: {name}}}]\n", "f")
 
 
-@pytest.mark.parametrize("name", ["Q4_K_S", "iq2_xxs", "TQ1_0", "BF16"])
+@pytest.mark.parametrize("name", ["Q2_K_S", "iq2_xxs", "TQ1_0", "BF16"])
 def test_names_of_gguf_types_are_known_as_such(name):
     with pytest.raises(RecipeError, match="this type of GGUF files is not written; use one of IQ4_NL, IQ4_XS, "):
         preset(name)
@@ -100,6 +104,42 @@ def test_names_of_gguf_types_are_known_as_such(name):
 def test_one_line_with_a_gguf_type_writes_a_gguf_file(name):
     recipe = Recipe.from_data(quantize_data("m", name))
     assert recipe.save.format == "gguf" and recipe.save.target().head in ("Q6_K", "Q8_0")
+
+
+def types_of_layers(scheme, blocks):
+    """The grid of each linear of a model with Llama's and with GPT-2's names, as (block, name) -> weights."""
+    [step] = Recipe(model="m", passes=[{"scheme": scheme}]).passes
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    fused = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    grids = {}
+    for index in range(blocks):
+        for name in (*names, *fused):
+            layer = f"model.layers.{index}.{name}"
+            override = next((o for o in step.overrides if o.takes(layer)), None)
+            applies = override is not None and (override.blocks is None or override.blocks.takes(index, blocks))
+            grids[index, name] = override.options["weights"] if applies else step.weights
+    return grids
+
+
+@pytest.mark.parametrize(
+    ("scheme", "base", "more", "blocks_of"),
+    [
+        ("Q3_K_S", "int3_k", "int3_k", {}),
+        ("Q3_K_L", "int3_k", "uint5_k", {"v_proj": range(32), "o_proj": range(32), "down_proj": range(32)}),
+        ("Q4_K_S", "uint4_k", "uint5_k", {"v_proj": range(4), "down_proj": range(4)}),
+        ("Q5_K_S", "uint5_k", "uint5_k", {}),
+    ],
+)
+def test_the_mixes_are_those_of_llama_cpp(scheme, base, more, blocks_of):
+    """In a model of 32 blocks (llama.cpp, llama-quant.cpp, llama_tensor_get_type_impl)."""
+    alike = {"attn.c_attn": "v_proj", "attn.c_proj": "o_proj", "mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"}
+    for (index, name), grid in types_of_layers(scheme, 32).items():
+        assert grid == (more if index in blocks_of.get(alike.get(name, name), ()) else base), (index, name)
+
+
+def test_the_first_eighth_of_few_blocks_is_one_block():
+    grids = types_of_layers("Q4_K_S", 3)
+    assert [grids[index, "v_proj"] for index in range(3)] == ["uint5_k", "uint4_k", "uint4_k"]
 
 
 def test_a_preset_is_not_changed_by_those_who_use_it():
@@ -121,5 +161,5 @@ def test_it_compresses_and_others_read_it(name, pico, texts, tmp_path):
     assert report["verified"]["own"] == 0
     assert (report["verified"]["transformers"] is None) == own
     quality = report["perplexity"][0]
-    worse = 1.15 if name in ("Q2_K", "Q3_K_M", "NVFP4", "MXFP4") else 1.05
+    worse = 1.15 if name in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "NVFP4", "MXFP4") else 1.05
     assert quality["compressed"]["perplexity"] < worse * quality["base"]["perplexity"]

@@ -200,15 +200,19 @@ class SomeBlocks(Options):
 
     Attributes:
         ends: the fraction of the blocks at either end that are chosen.
+        first: the fraction of the blocks at the beginning that are chosen, at least one block; 0: none.
         every: of the blocks between, every which one is chosen; None: none of them.
     """
 
     ends: float = Field(default=0, ge=0, le=0.5)
+    first: float = Field(default=0, ge=0, le=1)
     every: int | None = Field(default=None, gt=0)
 
     def takes(self, index: int, count: int) -> bool:
         """Return whether block `index` of `count` is chosen."""
         start, end = int(count * self.ends), int(count * (1 - self.ends))
+        if self.first > 0:
+            start = max(start, int(count * self.first), 1)
         inner = self.every is not None and (index - start) % self.every == self.every - 1
         return index < start or index >= end or inner
 

@@ -17,7 +17,20 @@ from compress.errors import TargetError
 from compress.layers.linear import linears
 
 IDS = torch.arange(40, 64)[None]
-READ_BY_TRANSFORMERS = {"llama", "mistral", "qwen2", "qwen2-tied", "qwen3-moe", "phi3", "starcoder2", "gpt2", "falcon"}
+READ_BY_TRANSFORMERS = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2-tied",
+    "qwen3-moe",
+    "phi3",
+    "starcoder2",
+    "gpt2",
+    "falcon",
+    "stablelm-parallel",
+    "nemotron",
+    "bloom",
+}
 """The families of which transformers reads everything; it is an independent reader, as llama.cpp is in conformance."""
 OCTETS = {"weights": "int8", "group_size": 32}
 

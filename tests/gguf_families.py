@@ -116,8 +116,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def gguf_model(family: str, **changes: Any) -> PreTrainedModel:
-    """Return a random model of a family in which no weight is 0 or 1. changes: of its configuration."""
+    """Return a random model of a family in which no weight is 0 or 1. changes: of entries of its configuration."""
     kind, options = FAMILIES[family]
+    changes = {key: value for key, value in changes.items() if key in options}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**options, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)

@@ -195,7 +195,7 @@ def _gguf() -> Iterator[Case]:
     for grid in ("int4_signed", "uint4", "int5_signed", "uint5", "int8"):
         options = {"weights": grid, "group_size": 32}
         yield Case("gguf", f"{grid} 32", LLAMACPP, ({"rtn": options},), OF_INPUTS, everywhere=grid == "int4_signed")
-    for scheme in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K"):
+    for scheme in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"):
         yield Case("gguf", scheme, LLAMACPP, ({"scheme": scheme},), OF_INPUTS, everywhere=True)
     for family in GGUF_FAMILIES:
         passes = ({"rtn": {"weights": "int8", "group_size": 32}},)

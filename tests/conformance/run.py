@@ -31,6 +31,7 @@ from compress.numerics.dtypes import DTYPES
 
 PICO = HERE.parent / "pico" / "model"
 TOKENS, SEQUENCES = 48, 8
+ALL_EXPERTS = {"num_experts_per_tok": 4}  # inputs of 8 bits change which experts a token takes, and so its logits
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def write(place: Place, case: Case) -> None:
     if case.family is None:
         model = AutoModelForCausalLM.from_pretrained(place.source, dtype=torch.float32)
     else:
-        model = (gguf_model if case.format == "gguf" else tiny_model)(case.family)
+        model = gguf_model(case.family, **ALL_EXPERTS) if case.format == "gguf" else tiny_model(case.family)
     ids = load_file(place.ids)["ids"].repeat(SEQUENCES, 1)
     rolled = torch.stack([row.roll(i) for i, row in enumerate(ids)])
     compress.apply(model, read_passes(list(case.passes)), calibration=rolled)

@@ -142,6 +142,11 @@ def test_the_mixes_are_those_of_llama_cpp(scheme, base, more, blocks_of):
         assert grid == (more if index in blocks_of.get(alike.get(name, name), ()) else base), (index, name)
 
 
+def test_the_first_eighth_of_few_blocks_is_one_block():
+    grids = types_of_layers("Q4_K_S", 3)
+    assert [grids[index, "v_proj"] for index in range(3)] == ["uint5_k", "uint4_k", "uint4_k"]
+
+
 def test_a_preset_is_not_changed_by_those_who_use_it():
     before = str(presets())
     Recipe.from_data({"model": "m", "passes": [{"scheme": "W4A16"}]})

@@ -69,6 +69,11 @@ UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "arc
 """Entries of a configuration that do not describe the model in the file."""
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 
+ONE_TYPE = (
+    "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
+    "or format: native"
+)
+
 
 def block_of(scheme: LayerScheme) -> BlockType | None:
     """The block type for layers of a scheme, or None."""
@@ -151,17 +156,16 @@ class GGUF(Format):
         return None if scheme.codes is not None and scheme.shape[0] == 1 else scheme
 
     def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
-        stacks: dict[str, set[str]] = {}
+        stacks: dict[str, dict[int, str]] = {}
         for name, scheme in schemes.items():
-            if EXPERT.search(name):
-                stacks.setdefault(EXPERT.sub(".experts.*.", name), set()).add(scheme.text)
-        mixed = next((name for name, texts in stacks.items() if len(texts) > 1), None)
-        if mixed is None:
-            return None
-        return (
-            f"a GGUF file holds the experts {mixed} in one tensor, but they are stored as "
-            f"{', '.join(sorted(stacks[mixed]))}; use the same weights for all experts, or format: native"
-        )
+            if (number := EXPERT.search(name)) is not None:
+                stacks.setdefault(EXPERT.sub(".experts.*.", name), {})[int(number[1])] = scheme.text
+        count = 1 + max((number for texts in stacks.values() for number in texts), default=0)
+        for name, text_by_number in stacks.items():
+            texts = {text_by_number.get(number, "dense") for number in range(count)}
+            if len(texts) > 1:
+                return ONE_TYPE.format(name, ", ".join(sorted(texts)))
+        return None
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         return None
@@ -277,6 +281,8 @@ def _tensors(
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(full)
         entry = architecture.entry(plain, tensor.shape, ends.config, is_packed=full != plain)
+        if len({name.endswith(BLOCKS) for _, name in stored}) > 1:
+            raise SaveError(f"save: {ONE_TYPE.format(plain, 'codes and dense')}")
         assert len(stored) == (entry.members or 1), f"{file_name} holds {len(stored)} tensors"
         wide = full == plain and (keeps_float32(file_name) or (entry.members is not None and tensor.ndim == 1))
         read = partial(_read, stored, entry, wide)

@@ -21,8 +21,12 @@ PROGRAMS = {
 GRIDS = {
     "fp8": "fp8_e4m3",
     "Q2_K": "uint2_k",
+    "Q3_K_S": "int3_k",
     "Q3_K_M": "int3_k",
+    "Q3_K_L": "int3_k",
+    "Q4_K_S": "uint4_k",
     "Q4_K_M": "uint4_k",
+    "Q5_K_S": "uint5_k",
     "Q5_K_M": "uint5_k",
     "Q6_K": "int6_k",
 }

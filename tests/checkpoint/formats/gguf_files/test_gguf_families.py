@@ -17,7 +17,20 @@ from compress.errors import TargetError
 from compress.layers.linear import linears
 
 IDS = torch.arange(40, 64)[None]
-READ_BY_TRANSFORMERS = {"llama", "mistral", "qwen2", "qwen2-tied", "qwen3-moe", "phi3", "starcoder2", "gpt2", "falcon"}
+READ_BY_TRANSFORMERS = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2-tied",
+    "qwen3-moe",
+    "phi3",
+    "starcoder2",
+    "gpt2",
+    "falcon",
+    "stablelm-parallel",
+    "nemotron",
+    "bloom",
+}
 """The families of which transformers reads everything; it is an independent reader, as llama.cpp is in conformance."""
 OCTETS = {"weights": "int8", "group_size": 32}
 
@@ -123,8 +136,9 @@ def test_the_codes_of_experts_are_stacked_and_stay_as_they_are(mixture, recipe, 
     assert torch.allclose(in_folder(IDS).logits, model(IDS).logits, atol=1e-5)  # its embedding is dense
 
 
-def test_experts_of_one_tensor_have_one_type(mixture, recipe):
-    mixed = RTN(**OCTETS, overrides={"*.experts.1.up_proj": {"weights": "int4_signed"}})
+@pytest.mark.parametrize("grid", ["int4_signed", "none"])
+def test_experts_of_one_tensor_have_one_type(grid, mixture, recipe):
+    mixed = RTN(**OCTETS, overrides={"*.experts.1.up_proj": {"weights": grid}})
     with pytest.raises(
         TargetError, match="holds the experts .*experts.*up_proj in one tensor, .* use the same weights"
     ):

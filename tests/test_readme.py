@@ -320,8 +320,9 @@ def test_every_recipe_and_preset_that_the_table_of_goals_names_is_there():
     assert schemes and [name for name in schemes if name not in presets()] == []
 
 
-def test_the_stated_numbers_of_passes_schemes_and_recipes_are_right():
-    stated = {"passes": {len(compress.PASSES)}, "schemes": {len(presets())}, "shipped recipes": {len(shipped())}}
+def test_the_stated_numbers_of_passes_schemes_recipes_and_formats_are_right():
+    counts = {"passes": compress.PASSES, "schemes": presets(), "shipped recipes": shipped(), "formats": FORMATS}
+    stated = {name: {len(of)} for name, of in counts.items()}
     texts = FRONT.read_text(encoding="utf-8") + (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     found = {name: {int(count) for count in re.findall(rf"(\d+) {name}", texts)} for name in stated}
     assert found == stated

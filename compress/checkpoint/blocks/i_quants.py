@@ -18,6 +18,7 @@ The levels of our grids are those of llama.cpp, divided by 4 (IQ3_XXS) or 8 (2 b
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -89,13 +90,13 @@ class IQuant(BlockType):
         scale = (2 * s + 1).to(torch.uint8).flatten(1).contiguous()
         return codes, {"scale": scale, "zero": None, "shared": half(blocks, 0).float().flatten()}
 
+    @abstractmethod
     def packed(self, index: Tensor, signs: UInt8[Tensor, "out blocks units"], s: Tensor) -> list[Tensor]:
         """Return the fields after d."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpacked(self, fields: UInt8[Tensor, "out blocks bytes"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (index, signs, s); the last sign of eight is free where the codebook gives it."""
-        raise NotImplementedError
+        """Return (index, signs, s) of the fields after d; an even codebook leaves the last sign of eight undefined."""
 
 
 class IQ3S(IQuant):

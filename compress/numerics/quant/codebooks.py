@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.errors import ModelError
+from compress.numerics.linalg import solve_general
 
 UNIT = 8
 """Columns whose signs may depend on each other."""
@@ -149,12 +150,12 @@ class RunSearch:
         if length == UNIT:
             self._tables = [self._table(matrix)]
             return
-        first, across, second = matrix[:length, :length], matrix[:length, length:], matrix[length:, length:]
+        upper, across, lower = matrix[:length, :length], matrix[:length, length:], matrix[length:, length:]
         # the best second error for a first one e is -e M12 inv(M22)
-        self._carry = torch.linalg.solve(second, across.T).T
-        self._reduced = first - self._carry @ across.T
+        self._carry = solve_general(lower, across.T).T
+        self._reduced = upper - self._carry @ across.T
         self._reduced = (self._reduced + self._reduced.T) / 2
-        self._tables = [self._table(self._reduced), self._table(second)]
+        self._tables = [self._table(self._reduced), self._table(lower)]
 
     def _table(self, matrix: Float[Tensor, "length length"]) -> Float[Tensor, "patterns entries"]:
         """Return v M v^T for the entries with the signs of every pattern."""
@@ -174,25 +175,25 @@ class RunSearch:
         length, even = self.codebook.length, self.codebook.even
         if length == UNIT:
             return self._search(targets, self.matrix, self._tables[0], False if even else None)
-        first, second = targets[:, :length], targets[:, length:]
+        near, far = targets[:, :length], targets[:, length:]
         matrix = self.matrix[length:, length:]
         best: Runs | None = None
         for odd in (False, True) if even else (None,):
-            one = self._search(first, self._reduced, self._tables[0], odd)
-            other = self._search(second + (first - one.values) @ self._carry, matrix, self._tables[1], odd)
-            both = Runs(
-                torch.cat([one.codes, other.codes], 1),
-                torch.cat([one.values, other.values], 1),
-                one.cost + other.cost,
+            head = self._search(near, self._reduced, self._tables[0], odd)
+            tail = self._search(far + (near - head.values) @ self._carry, matrix, self._tables[1], odd)
+            pair = Runs(
+                torch.cat([head.codes, tail.codes], 1),
+                torch.cat([head.values, tail.values], 1),
+                head.cost + tail.cost,
             )
             if best is None:
-                best = both
+                best = pair
                 continue
-            better = both.cost < best.cost
+            better = pair.cost < best.cost
             best = Runs(
-                torch.where(better[:, None], both.codes, best.codes),
-                torch.where(better[:, None], both.values, best.values),
-                torch.where(better, both.cost, best.cost),
+                torch.where(better[:, None], pair.codes, best.codes),
+                torch.where(better[:, None], pair.values, best.values),
+                torch.where(better, pair.cost, best.cost),
             )
         assert best is not None
         return best
@@ -216,11 +217,11 @@ class RunSearch:
         negative = torch.signbit(targets)
         place = torch.tensor([1 << i for i in range(length)], device=targets.device)
         order = (targets.abs() * matrix.diagonal()).argsort(dim=1)  # by what a wrong sign costs, for a given level
-        own = (negative * place).sum(1)
+        pattern = (negative * place).sum(1)
         if odd is not None:  # make the number of minus signs what it must be, by the cheapest sign
-            own = own ^ torch.where(negative.sum(1) % 2 == int(odd), 0, place[order[:, 0]])
+            pattern = pattern ^ torch.where(negative.sum(1) % 2 == int(odd), 0, place[order[:, 0]])
         flips = _flips(length, odd).to(targets.device)
-        patterns = own[:, None] ^ (place[order][:, None] * flips).sum(-1)  # [rows, flips]
+        patterns = pattern[:, None] ^ (place[order][:, None] * flips).sum(-1)  # [rows, flips]
         signs = self._patterns[patterns].to(targets.dtype)
         slopes = (targets @ matrix)[:, None] * signs
         # (a - v) M (a - v)^T = a M a^T + v M v^T - 2 a M v^T
@@ -246,5 +247,5 @@ def _flips(length: int, odd: bool | None) -> Int[Tensor, "flips length"]:
     """Return the sets of cheapest signs that are changed: all subsets, or those of an even size."""
     with torch.inference_mode(False):
         subsets = itertools.product((0, 1), repeat=FLIPPED if odd is None else FLIPPED + 1)
-        chosen = [subset for subset in subsets if odd is None or sum(subset) % 2 == 0]
-        return torch.nn.functional.pad(torch.tensor(chosen), (0, length - len(chosen[0])))
+        allowed = [subset for subset in subsets if odd is None or sum(subset) % 2 == 0]
+        return torch.nn.functional.pad(torch.tensor(allowed), (0, length - len(allowed[0])))

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compress.numerics.column_sweep import PART
-from compress.numerics.linalg import factor_bytes
+from compress.numerics.linalg import factor_bytes, solve_general
 from compress.numerics.quant.codebooks import RunSearch
 from compress.numerics.quant.codes import Codes, fit, fit_shared, grouped, spread, store
 from compress.numerics.quant.grids import RunGrid
@@ -139,10 +139,10 @@ class _Descent:
         levels = self.levels[self.rounded[:, columns].long()]
         curvature, gain = ((levels @ near[inside, inside]) * levels).sum(1), (levels * slope[:, inside]).sum(1)
         old = self.scale[:, group]
-        wanted = (old + gain / curvature).nan_to_num(0.0, 0.0, 0.0)[:, None].clamp(min=0) * self.grid.span
+        extent = (old + gain / curvature).nan_to_num(0.0, 0.0, 0.0)[:, None].clamp(min=0) * self.grid.span
         rows, groups = self.scale.shape
         shared = self.grid.scaling.part(self.shared, rows, groups, group)
-        change = self.grid.scaling.round(wanted, self.grid.span, torch.float32, shared)[:, 0] - old
+        change = self.grid.scaling.round(extent, self.grid.span, torch.float32, shared)[:, 0] - old
         # the error changes by d^2 l H l^T - 2 d l H (w - q)^T
         change = torch.where(change * (change * curvature - 2 * gain) < 0, change, 0)
         self.scale[:, group] += change
@@ -154,7 +154,7 @@ class _Descent:
         """Choose the codes of a unit again, where the error decreases."""
         matrix = near[within, within]
         old = self.levels[self.rounded[:, columns].long()] * step
-        target = old + torch.linalg.solve(matrix, slope[:, within].T).T
+        target = old + solve_general(matrix, slope[:, within].T).T
         runs = RunSearch(self.grid.codebook, matrix).nearest(target / step)
         move = runs.values * step - old
         # the error changes by d H d^T - 2 d H (w - q)^T

@@ -41,9 +41,9 @@ NARROW, WIDE = 3, 3
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
-LINEAR_BYTES, READ_LINEAR_BYTES = 25_000, 10_000
+LINEAR_BYTES = 25_000
 """Memory of a linear without its weights: its modules, tensors without elements, names, results and entries of the
-journal; and of the same linear in the checkpoint that is read back. Measured on blocks of 64 to 512 experts, 64 wide,
+journal. Measured on blocks of 64 to 512 experts, 64 wide,
 with the process of eval/benchmarks/memory.py; it matters where the experts are many and small."""
 ROUTING_BYTES = 4 * 8  # of a token: the numbers of the experts that it has chosen, if these are eight
 EVALUATION, TEXTS = "evaluation", "reading texts"
@@ -160,11 +160,9 @@ class Footprint:
         has_model_pass = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         outside = "tensors outside of the blocks"
         rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
-        linears = len(self.opened.linear_names())
-        rows["modules of linears"] = linears * LINEAR_BYTES
+        rows["modules of linears"] = len(self.opened.linear_names()) * LINEAR_BYTES
         always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
-        evaluated["modules of the checkpoint"] = linears * READ_LINEAR_BYTES
         needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]
         if has_model_pass:
             always["all blocks"] = self._all_blocks()

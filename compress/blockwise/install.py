@@ -63,13 +63,19 @@ class LayerContext(Protocol):
 
 
 def keep_worst_histograms(results: Sequence[LayerResult]) -> list[LayerResult]:
-    """Remove the histograms of all layers except the `WORST` layers of each pass with the largest errors."""
+    """Remove the histograms of all layers except the `WORST` layers of each pass with the largest errors.
+
+    They may be removed after each layer: the last call determines the result.
+    """
     shown_layers: set[tuple[str, str]] = set()
     for label in {result.by for result in results}:
         errors = sorted((-result.error, result.layer) for result in results if result.by == label and result.error)
         shown_layers |= {(label, layer) for _, layer in errors[:WORST]}
     return [
-        result if (result.by, result.layer) in shown_layers else replace(result, histograms=None) for result in results
+        result
+        if result.histograms is None or (result.by, result.layer) in shown_layers
+        else replace(result, histograms=None)
+        for result in results
     ]
 
 

@@ -1,7 +1,8 @@
 """Apply a layer pass to one block: observe and solve stage by stage, and measure the error of each solution.
 
 Statistics are in memory from the first observed input of a stage until its layers are solved. In lockstep
-(`true_sequential`) those of one stage are in memory at a time. Otherwise all stages are observed on the original block,
+(`true_sequential`) those of one stage are in memory at a time; if `Run.recomputes`, no batch waits inside of the block,
+and each stage is computed again (`recomputed`). Otherwise all stages are observed on the original block,
 `Run.inputs_at_once` of them in each forward pass.
 """
 
@@ -14,14 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from compress.blockwise.context import BlockContext
-from compress.blockwise.install import group_by_transforms, install, put
+from compress.blockwise.install import group_by_transforms, install, keep_worst_histograms, put
 from compress.blockwise.lockstep import lockstep, run_in_turn
+from compress.blockwise.recomputed import recompute
 from compress.blockwise.reference import ReferenceBlock, twin
 from compress.blockwise.store import ActivationStore
 from compress.layers.linear import replace_linear
 from compress.models.experts import ROUTED, in_experts, unroute
 from compress.passes.contract.journal import JournalEntry
 from compress.passes.contract.layers import Layer, LayerResult, Solution
+from compress.passes.contract.memory import return_freed_memory
 from compress.passes.contract.observers import CrossGram, Gram, Nothing, Observer, without_data
 from compress.passes.contract.passes import LayerPass
 from compress.passes.contract.processes import divided
@@ -66,7 +69,13 @@ class LayerWork:
             keep_outputs: whether the outputs of the compressed block replace the activations of the state.
         """
         module, hidden = self.context.block.module, self.context.state.hidden
-        if self.step.true_sequential:
+        if self.step.true_sequential and self.context.run.recomputes and not self.step.requires.reference:
+            new_store = lambda: ActivationStore(self.context.store_bytes, self.context.run.work)  # noqa: E731
+            solve_stage = lambda stage: self._solve_stages([stage])  # noqa: E731
+            recompute(module, self.stages, self._forwards(), self._arrive, solve_stage, new_store)
+            if keep_outputs:
+                self.context.propagate()
+        elif self.step.true_sequential:
             forwards = self._forwards()
             solve = lambda stage: self._solve_stages([stage])  # noqa: E731
             agree_on_stage = self._first_stage if self.experts else lambda stage: stage
@@ -139,6 +148,7 @@ class LayerWork:
             absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
             if self.processes.size == 1:
                 self.results += [self._solve(name, absmax)[0] for name in members]
+                self.results = keep_worst_histograms(self.results)
                 self._free(members)
             else:
                 shared |= dict.fromkeys(members, absmax)
@@ -151,6 +161,7 @@ class LayerWork:
         for name in names:
             for statistics in (self.observers, self.samples, self.input_observers):
                 statistics.pop(name, None)
+        return_freed_memory()
 
     def _merge(self, members: Sequence[str]) -> None:
         """Merge the statistics of a stage with those of the other processes."""

@@ -82,8 +82,8 @@ def lockstep(
         block: the block.
         stages: names in the block of the linears of each stage, in the order of execution.
         forwards: one forward pass per batch.
-        arrive: called for every batch that reaches a stage, in the order in which they reach it, immediately before
-            the stage is solved. It runs in the greenlet of the batch.
+        arrive: called for every batch that reaches a stage, in the order of the batches, immediately before the stage
+            is solved. It runs in the greenlet of the batch.
         solve: called once per stage, after all calls of `arrive` for it. It may change the linears in place. Stages
             that no batch reaches are solved at the end.
         agree_on_stage: maps the first stage at which a batch of this process waits (None for no batch) to the first
@@ -102,7 +102,7 @@ def lockstep(
         return hook
 
     outputs: dict[int, Tensor] = {}
-    waiting: dict[int, tuple[greenlet.greenlet, int]] = {}  # in the order in which they stopped
+    waiting: dict[int, tuple[greenlet.greenlet, int]] = {}
 
     def advance(index: int, batch: greenlet.greenlet) -> None:
         result = batch.switch()
@@ -119,7 +119,7 @@ def lockstep(
             while (stage := agree_on_stage(min((stage for _, stage in waiting.values()), default=None))) is not None:
                 solved_stages.add(stage)  # before `solve`, which may run single linears
                 stopped = {index: batch for index, (batch, stopped_stage) in waiting.items() if stopped_stage == stage}
-                for batch in stopped.values():
+                for _, batch in sorted(stopped.items()):
                     batch.switch()
                 solve(stage)
                 for index, batch in sorted(stopped.items()):

@@ -30,6 +30,7 @@ from compress.evaluation.store import Store, digest_of, shared_results
 from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.journal import Journal
+from compress.passes.contract.memory import return_freed_memory
 from compress.passes.contract.passes import calibrates
 from compress.pipeline.checkpoint import PROBE_FILE, open_folder
 from compress.pipeline.conversions import write_formats
@@ -136,6 +137,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     """
     recipe, run, manifest, folder = job.recipe, job.run, job.manifest, job.manifest.folder
     job.opened.model.to_empty(device="meta")
+    free_models()
     opened, planned = final_plan(job.resolved, job.planned, folder)
     evaluated, measured = evaluation_context(job), Evaluations()
     if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
@@ -145,6 +147,8 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
                 run.journal.add("note", "evaluate", note)
             with open_source(recipe.model, recipe, opened) as original:
                 measured.measure(job, original, evaluated.of_base())
+            del original
+        free_models()
     run.journal.add("progress", "verify", "verifying the checkpoint")
     with run.phase("verify"):
         digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}
@@ -154,11 +158,12 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
         run.processes.wait()
         settled = update_plan(planned, manifest.schemes_of(opened), run.format, run.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
+    free_models()
     results = [result for entry in manifest.shards.values() for result in entry.results]
     evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=Batch.of_tensors(reference), layers=results)
     measured.measure(job, model, evaluated)
     del model
-    gc.collect()  # models contain reference cycles
+    free_models()
     conversions = write_formats(job, reference)
     measured.failed |= conversions.failed
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
@@ -197,6 +202,12 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
             on_failure(result.report)
         raise error
     return result
+
+
+def free_models() -> None:
+    """Free models that are no longer used, which contain reference cycles, and return their memory to the system."""
+    gc.collect()
+    return_freed_memory()
 
 
 def assist(job: Job) -> Result:

@@ -6,9 +6,11 @@ import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from compress.data.ids import extent
 from compress.errors import ShortageError
+from compress.models.experts import in_experts
 from compress.passes.contract.memory import STORE_BYTES, copies_limit
 from compress.passes.contract.passes import LayerPass, ModelPass, Step
 from compress.pipeline.footprint import EVALUATION, Footprint, Need
@@ -30,7 +32,8 @@ class Fit:
 
     batch: sequences of a calibration batch. store_bytes: the limit of each store of activations; more goes to files.
     copies_bytes: the limit of the copies that kernels make of packed weights. inputs_at_once: the most input tensors of
-    a block whose statistics are in memory at once; None: those of all layers. notes: what differs from the recipe.
+    a block whose statistics are in memory at once; None: those of all layers. recomputes: activations inside of a block
+    are computed again for each input, instead of stored. notes: what differs from the recipe.
     """
 
     batch: int
@@ -38,6 +41,7 @@ class Fit:
     copies_bytes: int
     needs: tuple[Need, ...]
     inputs_at_once: int | None = None
+    recomputes: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -50,7 +54,8 @@ def unlimited(footprint: Footprint) -> Fit:
     """A run without a limit."""
     batch = footprint.recipe.calibration.batch
     copies = footprint.copies_bytes if footprint.copied_bytes > footprint.copies_bytes else sys.maxsize
-    return Fit(batch, footprint.store_bytes, copies, tuple(footprint.needs()), footprint.inputs_at_once)
+    changed = footprint.inputs_at_once, footprint.recomputes
+    return Fit(batch, footprint.store_bytes, copies, tuple(footprint.needs()), *changed)
 
 
 def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
@@ -168,22 +173,24 @@ def _groups(footprint: Footprint) -> list[int | None]:
 
 
 def _least(footprint: Footprint) -> Footprint:
-    """Return the footprint with the smallest stores and groups of inputs."""
-    return replace(footprint, store_bytes=_stores(footprint)[-1], inputs_at_once=_groups(footprint)[-1])
+    """Return the footprint with the smallest stores and groups of inputs, that holds nothing that can be recomputed."""
+    changed = {"store_bytes": _stores(footprint)[-1], "inputs_at_once": _groups(footprint)[-1]}
+    return replace(footprint, **changed, recomputes=bool(footprint.recomputing_steps()))
 
 
 def _largest_fit(footprint: Footprint, limit: int) -> Fit | None:
     """Return the run with the largest group of inputs, then the largest stores, within a limit; None if none fits.
 
-    A smaller group costs more forward passes through each block, a smaller store only files, so stores shrink first.
+    A smaller store costs only files, so stores shrink first. Recomputing costs about one more forward pass through each
+    block, a smaller group one or more for each group.
     """
     if not _fits(_least(footprint), limit):
         return None
-    for count in _groups(footprint):
-        for store in _stores(footprint):
-            fit = unlimited(replace(footprint, store_bytes=store, inputs_at_once=count))
-            if fit.peak_bytes <= limit:
-                return fit
+    can_recompute = (False, True) if footprint.recomputing_steps() else (False,)
+    for count, recomputes, store in product(_groups(footprint), can_recompute, _stores(footprint)):
+        fit = unlimited(replace(footprint, store_bytes=store, inputs_at_once=count, recomputes=recomputes))
+        if fit.peak_bytes <= limit:
+            return fit
     return None
 
 
@@ -191,7 +198,19 @@ def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int)
     """Yield what is done to stay within the limit."""
     limit = f"to stay within {megabytes(memory_bytes)} MB"
     if fit.store_bytes < min(STORE_BYTES, footprint.states_bytes):
-        yield f"{limit}, activations between blocks beyond {megabytes(fit.store_bytes)} MB are stored in files"
+        in_files = megabytes(footprint.states_bytes - fit.store_bytes)
+        yield (
+            f"{limit}, activations between blocks beyond {megabytes(fit.store_bytes)} MB are stored in files, up to "
+            f"{in_files} MB for each store"
+        )
+    if fit.recomputes:
+        has_experts = any(in_experts(block.module) for block in footprint.opened.blocks)
+        stored = "; inputs of experts are stored once" if has_experts else ""
+        for label, inputs in footprint.recomputing_steps().items():
+            yield (
+                f"{limit}, {label} computes the activations inside of a block again for each of its {inputs} inputs "
+                f"instead of holding those of all batches{stored}; the codes do not change"
+            )
     if fit.inputs_at_once is not None:
         for label, inputs in footprint.inputs_of_steps().items():
             if inputs > fit.inputs_at_once:

@@ -1,8 +1,9 @@
 """Estimate the peak memory of a run: the memory of each pass, and of the pipeline.
 
-Only tensors are counted. Weights that are views of a mapped file are not counted (`OpenModel.resident_bytes`),
-because the operating system can free their pages. One block is in memory at a time, unless a pass over the whole model,
-or several sweeps, need all blocks. The estimate computes nothing and reads no weights.
+Tensors are counted, and the modules of linears. Weights that are views of a mapped file are not counted
+(`OpenModel.resident_bytes`), because the operating system can free their pages. One block is in memory at a time,
+unless a pass over the whole model, or several sweeps, need all blocks. The estimate computes nothing and reads no
+weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from compress.data.ids import extent, reading_bytes
 from compress.data.listed import count_in, lists_of
 from compress.data.text_source import TextSource, as_source
 from compress.layers.scheme import LayerScheme
+from compress.models.experts import in_experts
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import adapter_of, is_headless
 from compress.models.structure.blocks import Block
@@ -39,10 +41,20 @@ NARROW, WIDE = 3, 3
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
+LINEAR_BYTES = 25_000
+"""Memory of a linear without its weights: its modules, tensors without elements, names, results and entries of the
+journal. Measured on blocks of 64 to 512 experts, 64 wide, with the process of eval/benchmarks/memory.py; it matters where
+the experts are many and small."""
+ROUTING_BYTES = 4 * 8  # of a token: the numbers of the experts that it has chosen, if these are eight
 EVALUATION, TEXTS, COPIED = "evaluation", "reading texts", "copied tensors"
 
 Before = Callable[[int, str], LayerScheme]
 """(number of a step, full name of a linear) -> the storage scheme of the linear before that step."""
+
+
+def _can_recompute(step: Pass) -> bool:
+    """Whether activations inside of a block can be recomputed for a pass instead of being stored."""
+    return isinstance(step, LayerPass) and step.true_sequential and not step.requires.reference
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ class Footprint:
 
     store_bytes: the memory limit of an activation store. copies_bytes: the most memory that the kernels' copies of
     packed weights may take; where all take more, the evaluation holds those of one block. inputs_at_once: the most
-    input tensors of a block whose statistics are in memory at once; None: those of all layers.
+    input tensors of a block whose statistics are in memory at once; None: those of all layers. recomputes: whether
+    activations inside of a block are computed again instead of stored (`recomputed`).
     """
 
     resolved: ResolvedRecipe
@@ -79,6 +92,7 @@ class Footprint:
     store_bytes: int = STORE_BYTES
     copies_bytes: int = sys.maxsize
     inputs_at_once: int | None = None
+    recomputes: bool = False
     several: bool = False
     tokens: int = field(init=False)
     length: int = field(init=False)
@@ -147,6 +161,7 @@ class Footprint:
         has_model_pass = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         outside = "tensors outside of the blocks"
         rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
+        rows["modules of linears"] = len(self.opened.linear_names()) * LINEAR_BYTES
         always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
         needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]
@@ -314,7 +329,7 @@ class Footprint:
 
         In lockstep (`true_sequential`) the statistics of one input are in memory at a time. All batches stop inside of
         the block, and also all batches of the uncompressed model if the pass compares with it. Their activations are
-        in no store, so no limit applies to them.
+        in no store. If they are recomputed, only inputs of experts are stored.
         """
         widths = self._input_widths(names)
         observed = widths[-1:] if step.true_sequential else self._observed(widths)
@@ -324,12 +339,27 @@ class Footprint:
         inside = length * (NARROW * self.hidden + self.widest) + (self._read(block) - length) * CROSS * self.hidden
         stopped = self.sequences * self.itemsize * inside
         reread = max(0, self._states_bytes(block) - self.store_bytes)  # read again from files
-        times = step.true_sequential + step.requires.reference
+        again = self.recomputes and _can_recompute(step)
+        times = 0 if again else step.true_sequential + step.requires.reference
         sizes = {name: ProblemSize.of_linear(self.shapes[name], self.itemsize) for name in names}
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
         forward = self.forward_bytes(self._per_batch(block), 0 if times else NARROW)  # NARROW is counted in `stopped`
         waiting = {"activations that wait inside of the block": times * (stopped + reread)} if times else {}
+        if again and in_experts(block.module):
+            tokens = self.sequences * length
+            waiting["inputs of experts"] = sum(
+                min(tokens * size, self.store_bytes) for size in (self.hidden * self.itemsize, ROUTING_BYTES)
+            )
         return {statistics: size, **waiting, "solution or forward pass": max(solver, forward)}
+
+    def recomputing_steps(self) -> dict[str, int]:
+        """Return the labels of the passes that can recompute activations inside of a block, with their most inputs."""
+        inputs: dict[str, int] = {}
+        for label, step, names in self.steps:
+            if _can_recompute(step):
+                names_of_blocks = ([n for n in names if self._inside(block, n)] for block in self._kinds())
+                inputs[label] = max(len(self._input_widths(names_in_block)) for names_in_block in names_of_blocks)
+        return inputs
 
     def inputs_of_steps(self) -> dict[str, int]:
         """Return the most inputs of a block that each pass may observe in several forward passes, by its label."""

@@ -113,6 +113,7 @@ def prepare(
         processes=processes,
         store_bytes=planned.fit.store_bytes,
         inputs_at_once=planned.fit.inputs_at_once,
+        recomputes=planned.fit.recomputes,
         open_teacher=partial(open_teacher, recipe, opened),
         open_original=partial(open_original, recipe, opened),
         work=out / WORK / "passes",

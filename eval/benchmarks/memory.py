@@ -25,7 +25,8 @@ measured_mb: the peak of the whole run on top of what the process holds when it 
 model, so that libraries and all that they import late are apart. The allocator of glibc keeps large pieces of what was
 freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), since plans are of tensors. With
 --allocator default it does as it always does. --experts: mixtures of so many experts, half as wide as the hidden states,
-8 of them for each token. --memory: the option of `compress run`.
+8 of them for each token. --ffn, --kv-heads, --head-dim: other proportions of the blocks. --memory: the option of
+`compress run`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ PLANNED = {
     "lkd-weights": [{"wanda": {}}, {"lkd": {"steps": 4}}],
     "distill": [{"rtn": {}}, {"distill": LEARNED}],
     "smoothquant": [{"smoothquant": {}}, {"rtn": W8A8}],
+    "smoothquant-gptq": [{"smoothquant": {}}, {"gptq": {"weights": "int8", "group_size": "channel"}}],
     "outlier_suppression": [{"outlier_suppression": {"steps": 1}}, {"rtn": W8A8}],
     "sparsegpt": [{"sparsegpt": {}}],
     "hqq": [{"hqq": {}}],
@@ -105,6 +107,9 @@ def parse() -> argparse.Namespace:
         "--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in"
     )
     parser.add_argument("--experts", type=int, default=0, help="with --planned: of each block")
+    parser.add_argument("--ffn", type=int, help="channels inside of the FFN; twice the hidden ones by default")
+    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; as many as those of queries by default")
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--memory", help="with --planned: the limit of the run")
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -129,7 +134,8 @@ def against_plans(arguments: argparse.Namespace) -> None:
         build(Path(temporary) / "small", 2, SMALL, PLANNED_VOCAB // 16, 16, arguments.sequences)
         for count in arguments.blocks:
             size = (arguments.hidden, PLANNED_VOCAB, PLANNED_TOKENS, arguments.sequences, arguments.experts)
-            build(Path(temporary) / str(count), count, *size)
+            shape = {"ffn": arguments.ffn, "kv_heads": arguments.kv_heads, "head_dim": arguments.head_dim}
+            build(Path(temporary) / str(count), count, *size, **shape)
             for name in arguments.recipes or PLANNED:
                 run(Path(temporary) / str(count), name, *options, environment=environment)
 
@@ -176,6 +182,10 @@ def build(
     tokens: int = TOKENS,
     sequences: int = SEQUENCES,
     experts: int = 0,
+    *,
+    ffn: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
 ) -> None:
     """A random Llama, or a mixture of experts, with token ids for it in the same folder."""
     import numpy as np
@@ -183,14 +193,15 @@ def build(
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    mixed = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": hidden // 2, "head_dim": 64}
+    mixed = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": hidden // 2}
     config = (Qwen3MoeConfig if experts else LlamaConfig)(
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        intermediate_size=ffn or 2 * hidden,
         num_hidden_layers=blocks,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
+        num_attention_heads=hidden // head_dim,
+        num_key_value_heads=kv_heads or hidden // head_dim,
+        head_dim=head_dim,
         max_position_embeddings=tokens,
         bos_token_id=0,
         eos_token_id=1,

@@ -8,6 +8,7 @@ import torch
 from batches import batch_of
 
 import compress
+from compress.blockwise.capture import Call
 from compress.models.experts import open_experts
 from compress.models.kinds.batch import Examples
 from compress.passes.contract.journal import Journal
@@ -38,13 +39,13 @@ CHAINS = {
 }
 
 
-def swept(model, ids, passes, inputs_at_once=None):
+def swept(model, ids, passes, inputs_at_once=None, **options):
     """(tensors, results of the layers in the journal) of a copy of a model after passes."""
     opened = in_memory(copy.deepcopy(model))
     open_experts(opened.model)
     resolved = resolve(compress.Recipe(model="tiny", passes=passes, save={"format": "native"}, eval=None), opened)
     examples = Examples.of_ids(ids)
-    run = run_of(resolved, Journal(), calibration=examples, inputs_at_once=inputs_at_once)
+    run = run_of(resolved, Journal(), calibration=examples, inputs_at_once=inputs_at_once, **options)
     with torch.no_grad():
         engine(resolved, examples.batches(2), batch_of(ids[:1]), run, Memory())
     tensors = b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in opened.model.state_dict().values())
@@ -59,6 +60,43 @@ def test_codes_do_not_depend_on_the_number_of_inputs_at_once(chain, family, tiny
     together = swept(model, ids(4, 12), CHAINS[chain])
     for inputs_at_once in (1, 3, 16):
         assert swept(model, ids(4, 12), CHAINS[chain], inputs_at_once) == together
+
+
+RECOMPUTED = {
+    "rtn": [compress.RTN(**G)],
+    "gptq": [compress.GPTQ(**G)],
+    "sparsegpt, then gptq": [compress.SparseGPT(pattern="2:4"), compress.GPTQ(**G)],
+    "wanda": [compress.Wanda(repair=0, true_sequential=True)],
+}
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("store_bytes", [1 << 20, 0])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("chain", RECOMPUTED)
+def test_codes_do_not_depend_on_what_is_recomputed(chain, family, store_bytes, tiny, ids, tmp_path):
+    model = tiny(family, num_hidden_layers=2)
+    held, _ = swept(model, ids(5, 12), RECOMPUTED[chain])
+    again, _ = swept(model, ids(5, 12), RECOMPUTED[chain], recomputes=True, store_bytes=store_bytes, work=tmp_path)
+    assert again == held
+
+
+def test_recomputing_holds_the_activations_of_one_batch(tiny, ids, monkeypatch):
+    """The largest number of batches that are inside of the block at a time."""
+    inside, most, call = set(), {}, Call.run
+
+    def counted(self, block, hidden):
+        inside.add(id(self))
+        most[mode] = max(most.get(mode, 0), len(inside))
+        try:
+            return call(self, block, hidden)
+        finally:
+            inside.discard(id(self))
+
+    monkeypatch.setattr(Call, "run", counted)
+    for mode in (False, True):
+        swept(tiny("mixtral", num_hidden_layers=1), ids(8, 12), [compress.GPTQ(**G)], recomputes=mode)
+    assert most == {False: 4, True: 1}
 
 
 @pytest.mark.parametrize(

@@ -107,19 +107,38 @@ def test_a_limit_makes_the_group_of_inputs_smaller_and_changes_no_byte(name, mix
     assert digests[0] == digests[1] == digests[2] and counts[0] > counts[1] > counts[2]
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_under_a_limit_activations_in_a_block_are_computed_again_and_no_byte_changes(experts, long, mixture, tmp_path):
+    asked = mixture(GPTQ(group_size=16)) if experts else long(GPTQ())
+    found, free = needs(asked)
+    (need,) = [need for place, need in found.items() if "gptq" in place]
+    limit = LIBRARIES_BYTES + free - need.parts["activations that wait inside of the block"] // 2
+    planned = compress.plan(asked, memory=limit)
+    assert planned.fit.recomputes and planned.memory_bytes <= limit - LIBRARIES_BYTES
+    assert any("computes the activations inside of a block again" in note for note in planned.notes)
+    (smaller,) = [need for need in planned.fit.needs if "gptq" in need.where]
+    assert "activations that wait inside of the block" not in smaller.parts
+    assert ("inputs of experts" in smaller.parts) == experts
+    digests = [
+        compress.run(asked, tmp_path / str(memory), progress=False, memory=memory).report["files"]
+        for memory in (None, limit)
+    ]
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("remedy", ["sequences", "length", "true_sequential"])
 def test_each_remedy_that_is_named_is_enough(remedy, long):
-    in_lockstep = Wanda(repair=0, true_sequential=True)
+    in_lockstep = GPTQ(error="asymmetric")  # what waits for the comparison is not recomputed
     alone = long().calibration.model_copy(update={"batch": 1})
-    limit = LIBRARIES_BYTES + needs(long(in_lockstep, calibration=alone))[1] - STATES
+    limit = LIBRARIES_BYTES + needs(long(in_lockstep, calibration=alone))[1] - 2 * STATES  # stores in files save one of them
     with pytest.raises(ShortageError) as caught:
         compress.plan(long(in_lockstep), memory=limit)
     said = str(caught.value)
-    assert said.startswith("memory: passes[0] wanda on model.layers.")
+    assert said.startswith("memory: passes[0] gptq on model.layers.")
     assert "activations that wait inside of the block" in said and "MB are left of" in said
     if remedy == "true_sequential":
-        assert "true_sequential: false of passes[0] wanda" in said
-        changed = long(Wanda(repair=0, true_sequential=False))
+        assert "true_sequential: false of passes[0] gptq" in said
+        changed = long(GPTQ(error="asymmetric", true_sequential=False))
     else:
         value = int(said.split(f"calibration.{remedy}: ")[1].split(",")[0].split(" ")[0])
         kept = long().calibration.model_copy(update={remedy: value})

@@ -67,6 +67,8 @@ class Run:
         source_codes: returns the codes of a layer, by its full name, in a source that is quantized already, or None.
         inputs_at_once: the most input tensors of a block whose statistics are in memory at once, if they are all
             calibrated on the original block; None: those of all layers.
+        recomputes: whether a pass with `true_sequential` computes the activations inside of a block again for each
+            input, instead of holding those of all batches; passes that compare with the uncompressed model hold them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -87,6 +89,7 @@ class Run:
     processes: Processes = ALONE
     store_bytes: int = STORE_BYTES
     inputs_at_once: int | None = None
+    recomputes: bool = False
     source_codes: Callable[[str], SourceCodes | None] = no_codes
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -151,6 +153,17 @@ def copies_limit(left_bytes: int) -> int:
     return left_bytes // COPIES_SHARE
 
 
+def return_freed_memory() -> None:
+    """Give freed pages of the heap back to the system, where the C library has a function for it (glibc).
+
+    Small tensors are allocated on the heap. When thousands of temporary ones lie between those that stay, as in a block
+    with many experts, their pages are otherwise kept.
+    """
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 _PROCESS = psutil.Process()
 
 

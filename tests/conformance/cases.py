@@ -262,7 +262,7 @@ def _vllm() -> Iterator[Case]:
         ("compressed-tensors", "int4 32 sym", INT4, OF_SERVERS),
         ("compressed-tensors", "int4 32 asym", INT4_ZEROS, OF_SERVERS),
         ("compressed-tensors", "int8 channel sym, int8 inputs token", INT8 | {"activations": "int8"}, OF_INPUTS),
-        ("compressed-tensors", "fp8 channel, fp8 inputs token", FP8, OF_SERVERS),
+        ("compressed-tensors", "fp8 channel, fp8 inputs token", FP8, OF_INPUTS),
         ("gptq", "int4 32 sym v1", INT4, OF_SERVERS),
         ("awq", "int4 32 sym", INT4, OF_SERVERS),
         ("awq", "int4 32 asym", INT4_ZEROS, OF_SERVERS),
@@ -301,7 +301,7 @@ def _vllm() -> Iterator[Case]:
         yield Case(form, label, VLLM, ({"rtn": options},), refused=words)
     static = {"group_size": "tensor", "activation_scale": "static"}
     for label, options in (("fp8 channel, fp8 inputs token", FP8), ("fp8 tensor, fp8 inputs static", FP8 | static)):
-        yield Case("modelopt", label, VLLM, ({"rtn": options},), OF_SERVERS, dtype="float32")
+        yield Case("modelopt", label, VLLM, ({"rtn": options},), OF_INPUTS, dtype="float32")
 
 
 def _of_others() -> Iterator[Case]:

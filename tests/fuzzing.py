@@ -98,7 +98,7 @@ SOURCES: dict[str, Callable[[Path], object]] = {
     "modelopt-fp8": lambda folder: quantized_sources.modelopt_fp8(quantized_sources.llama(), folder),
     "modelopt-nvfp4": lambda folder: quantized_sources.modelopt_nvfp4(quantized_sources.llama(), folder),
 }
-"""Writers of checkpoints in formats that are read and not written, by name; they have no digests."""
+"""Writers of sources that other programs have quantized, by name; they have no digests."""
 
 
 def make(folder: Path) -> dict[str, Path]:

@@ -227,6 +227,7 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, label: str) -> 
     if reason is not None:
         raise TargetError(f"{label}: {reason}")
     layer.change_parts(run.format.adapt_part)
+    layer.change_transforms(run.format.adapt_transform)
 
 
 def adapt_block(block: Block, run: Run, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -23,6 +24,9 @@ from compress.models.computation import kept_dtype
 from compress.models.experts import CUBES, Experts
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
+
+STACKED = re.compile(r"(.*\.\d+\..*\.)\d+\.[^.]+")
+"""The name of a linear of one expert: the experts of a block, with a dot at the end, their number and the linear."""
 
 
 def masks_as_zeros(model: PreTrainedModel) -> frozenset[str]:
@@ -197,8 +201,8 @@ def dense_modules(opened: OpenModel, compressed: set[str], shards: Iterable[Path
     """Return the full names of all modules that readers may build as linears, and whose weights are stored dense.
 
     These are the linears of the model, and the modules of all other stored matrices that are no embeddings: servers
-    build routers as linears, too. A name that ends with a dot means all modules below it, which servers build for
-    experts whose weights are one tensor.
+    build routers as linears, too. A name that ends with a dot means all modules below it: of experts whose weights are
+    one tensor, and of experts that are all dense, because servers build one module for them and ask for its name.
 
     Args:
         compressed: names of compressed layers.
@@ -223,7 +227,11 @@ def dense_names(linear_names: Iterable[str], shapes: Mapping[str, Sequence[int]]
     cubes = [n for n, shape in shapes.items() if len(shape) == 3 and not n.endswith(".weight")]
     owners = Counter(name.rpartition(".")[0] for name in cubes if min(shapes[name]) > 1)
     names += [f"{owner}." for owner, count in owners.items() if count == CUBES]
-    return [name for name in dict.fromkeys(names) if name not in excluded]
+    dense = [name for name in dict.fromkeys(names) if name not in excluded]
+    stacks = {name: found[1] if (found := STACKED.fullmatch(name)) else None for name in dense}
+    occupied = {stack for stack in set(stacks.values()) if stack and any(name.startswith(stack) for name in excluded)}
+    whole = {name: stack for name, stack in stacks.items() if stack and stack not in occupied}
+    return list(dict.fromkeys(whole.get(name, name) for name in dense))
 
 
 def named_as_stored(

@@ -138,8 +138,12 @@ class CheckpointWriter:
             weight_files = [str(format_.file)]
             digests = {str(format_.file): assembled}
         tokenizer_files = _write_tokenizer(self.opened, self.staging)
-        write_json(self.staging / "config.json", self._config(format_, schemes, dtype))
-        write_digests(self.staging, [*weight_files, "config.json", *tokenizer_files], digests)
+        config = self._config(format_, schemes, dtype)
+        write_json(self.staging / "config.json", config)
+        texts = format_.files(config.get("quantization_config"))
+        for name, text in texts.items():
+            write_text(self.staging / name, text)
+        write_digests(self.staging, [*weight_files, "config.json", *texts, *tokenizer_files], digests)
 
     def _config(self, format_: Format, schemes: Mapping[str, LayerScheme], dtype: torch.dtype) -> dict[str, Any]:
         """Return the content of config.json."""

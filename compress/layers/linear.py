@@ -124,6 +124,13 @@ class CompressedLinear(nn.Module):
         """Replace every part by change(part)."""
         self.put([change(part) for part in self.all_parts])
 
+    def change_transforms(self, change: Callable[[InputTransform], InputTransform]) -> None:
+        """Replace every transform by change(transform), which has the same kind."""
+        for transform in self.all_transforms:
+            changed = change(transform)
+            if changed is not transform:
+                self.set_transform(changed)
+
     @property
     def all_parts(self) -> list[WeightPart]:
         """The parts of the weight."""

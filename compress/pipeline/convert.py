@@ -410,6 +410,7 @@ class Conversion:
             _requantize(layer, target, self.form.scales_in(storage))
         elif self.form.adapt(scheme) is not None:
             self._check_scales(name, layer, storage)
+        layer.change_transforms(self.form.adapt_transform)
         new_weight = layer.weight_as(torch.float32)
         stored = self.form.adapt(layer.scheme)
         text = "dense" if stored is None else stored.text

@@ -237,8 +237,9 @@ class _Work:
         tables = {name.removesuffix(WEIGHT) for name, role in self.folder.roles.unchanged.items() if role == TABLE}
         dense = dense_names(self._tied_head(), shapes, self.schemes.keys() | tables)
         stated = {name: scheme for name, (scheme, _) in self.schemes.items()}
-        config = self.folder.config | {"quantization_config": self.plan.format.config(stated, dense, __version__)}
-        writer.close(config, self.folder.copied(), {})
+        quantization = self.plan.format.config(stated, dense, __version__)
+        config = self.folder.config | {"quantization_config": quantization}
+        writer.close(config, self.folder.copied(), self.plan.format.files(quantization))
 
     def verify(self, part: Path, folder: Path) -> None:
         """Read the codes of every linear back. Raises VerificationError if one differs."""

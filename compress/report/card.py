@@ -39,6 +39,8 @@ COMMANDS = {
     "llama.cpp": "llama.cpp runs `FOLDER/{file}` (not tested in this run).",
     "GPTQModel": 'GPTQModel loads it: `GPTQModel.load("FOLDER")` (not tested in this run).',
     "mlx-lm": "mlx-lm runs it: `mlx_lm.generate --model FOLDER --prompt TEXT` (not tested in this run).",
+    "vLLM": "vLLM serves it: `vllm serve FOLDER` (not tested in this run; conformance ran it on a CPU, where it has no "
+    "kernels for quantized experts).",
     "AutoAWQ": 'AutoAWQ loads it: `AutoAWQForCausalLM.from_quantized("FOLDER")` (not tested in this run).',
 }
 """How programs other than transformers load a checkpoint; `file`: of a format with one file."""

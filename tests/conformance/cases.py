@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gguf_families import FAMILIES as GGUF_FAMILIES
-from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, Owner
+from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, VLLM, Owner
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
@@ -18,6 +18,8 @@ OF_INPUTS = (
     5e-2  # quantized inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
 )
 OF_FOUR_BIT_INPUTS = 2e-1  # the same with steps of 4 bits, after weights that transformers rounds to bfloat16
+OF_ROUTERS = 1e-1  # the same before a router, which may then choose another expert for a token
+OF_SERVERS = 5e-3  # log-probabilities of a server that computes in float16 with the same weights
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
@@ -54,11 +56,37 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """Options of random models by model_type: dense with and without biases and tied weights, and mixtures of experts."""
 
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+}
+"""Sizes that the attention and the products of vLLM have on a CPU."""
+SERVED: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "llama, tied": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
+"""Options of the random models that servers run, by model_type: dense, tied, with biases, with heads of queries that
+share keys, and mixtures of experts with and without a shared expert."""
+MIXTURES = ("qwen2_moe", "qwen3_moe")
 
-def tiny_model(family: str) -> PreTrainedModel:
-    """Return a random model in which no weight is 0 or 1."""
+
+def tiny_model(family: str, served: bool = False) -> PreTrainedModel:
+    """Return a random model in which no weight is 0 or 1.
+
+    Args:
+        family: a key of `TINY`, or of `SERVED`.
+        served: whether it has the sizes for servers.
+    """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **TINY[family]})
+    options = {**WIDE, **SERVED[family]} if served else TINY[family]
+    config = AutoConfig.for_model(family.partition(",")[0], **{**SIZES, **options})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter += 0.1 * torch.randn_like(parameter)
@@ -71,7 +99,8 @@ class Case:
 
     passes: of compress, as a recipe spells them. tolerance: of logits; None: that of the reader's dtype. everywhere:
     whether it is made of every model, not only of the small one. family: of a `tiny_model`, or of a `gguf_model`, instead of
-    the small one.
+    the small one. refused: words of the error with which the reader refuses it; such a row agrees if it does. dtype: in
+    which a server computes, instead of that of the reader.
     """
 
     format: str
@@ -82,6 +111,8 @@ class Case:
     writer: str = "compress"
     everywhere: bool = False
     family: str | None = None
+    refused: str | None = None
+    dtype: str | None = None
 
     @property
     def limit(self) -> float:
@@ -97,6 +128,7 @@ def cases() -> Iterator[Case]:
     yield from _bitsandbytes()
     yield from _gguf()
     yield from _mlx()
+    yield from _vllm()
     yield from _of_others()
 
 
@@ -219,6 +251,61 @@ def _mlx() -> Iterator[Case]:
     for family in TINY:
         passes = ({"rtn": {"weights": "uint4", "group_size": 32}}, ends)
         yield Case("mlx", f"uint4 32, embeddings uint6, {family}", MLX, passes, family=family)
+
+
+INT4 = {"weights": "int4", "group_size": 32}
+INT4_ZEROS = INT4 | {"symmetric": False}
+INT8 = {"weights": "int8", "group_size": "channel"}
+FP8 = {"weights": "fp8_e4m3", "group_size": "channel", "activations": "fp8_e4m3"}
+NO_EXPERTS = {"ignore": ["*.experts.*"]}
+
+
+def _vllm() -> Iterator[Case]:
+    """Every scheme that vLLM runs on a CPU, of every structure; and what it refuses there."""
+    kinds: list[tuple[str, str, dict[str, Any], float]] = [
+        ("compressed-tensors", "int4 32 sym", INT4, OF_SERVERS),
+        ("compressed-tensors", "int4 32 asym", INT4_ZEROS, OF_SERVERS),
+        ("compressed-tensors", "int8 channel sym, int8 inputs token", INT8 | {"activations": "int8"}, OF_INPUTS),
+        ("compressed-tensors", "fp8 channel, fp8 inputs token", FP8, OF_INPUTS),
+        ("gptq", "int4 32 sym v1", INT4, OF_SERVERS),
+        ("awq", "int4 32 sym", INT4, OF_SERVERS),
+        ("awq", "int4 32 asym", INT4_ZEROS, OF_SERVERS),
+    ]
+    pruned = ({"magnitude": {"pattern": "2:4"}},)
+    for family in (None, *SERVED):
+        if family in MIXTURES:
+            continue
+        end = "" if family is None else f", {family}"
+        for form, label, options, limit in kinds:
+            dtype = "float32" if "fp8" in label else None
+            yield Case(form, label + end, VLLM, ({"rtn": options},), limit, family=family, dtype=dtype)
+        yield Case("dense", f"2:4{end}", VLLM, pruned, OF_SERVERS, family=family)
+    for (
+        family
+    ) in MIXTURES:  # in float32 where a kernel has it: in 16 bits the order of sums decides between two experts
+        yield Case("dense", f"2:4, {family}", VLLM, pruned, OF_SERVERS, family=family, dtype="float32")
+        for form, label, options, limit in kinds:
+            dtype = "float32" if "inputs" in label else None
+            passes, text = ({"rtn": options | NO_EXPERTS},), f"{label}, experts dense, {family}"
+            limit = OF_ROUTERS if "int8" in label else limit
+            yield Case(form, text, VLLM, passes, limit, family=family, dtype=dtype)
+    for form, label, options, _ in kinds:
+        words = "Unsupported FP8 MoE backend" if "fp8" in label else "MoE backend supports the deployment"
+        yield Case(form, f"{label}, qwen2_moe", VLLM, ({"rtn": options},), family="qwen2_moe", refused=words)
+    refusals: list[tuple[str, str, dict[str, Any], str]] = [
+        ("compressed-tensors", "int8 channel sym", INT8, "Failed to find a kernel"),
+        ("gptq", "int8 channel sym v1", INT8, "does not support weight_bits"),
+        ("gptq", "int3 32 sym v1", {"weights": "int3", "group_size": 32}, "Unsupported quantization config"),
+        ("gptq", "int4 32 asym v2", INT4_ZEROS, "Unsupported quantization config"),
+        ("bitsandbytes", "nf4 32", {"weights": "nf4", "group_size": 32}, "bitsandbytes"),
+        ("mlx", "uint4 32", {"weights": "uint4", "group_size": 32}, "mlx"),
+        ("native", "int4 32 sym", INT4, "compress"),
+    ]
+    for form, label, options, words in refusals:
+        yield Case(form, label, VLLM, ({"rtn": options},), refused=words)
+    static = {"group_size": "tensor", "activation_scale": "static"}
+    for label, options in (("fp8 channel, fp8 inputs token", FP8), ("fp8 tensor, fp8 inputs static", FP8 | static)):
+        yield Case("modelopt", label, VLLM, ({"rtn": options},), OF_INPUTS, dtype="float32")
 
 
 def _of_others() -> Iterator[Case]:

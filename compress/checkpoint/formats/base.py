@@ -249,6 +249,10 @@ class Format(ABC):
         """The part in the stored form of `adapt`."""
         return part
 
+    def adapt_transform(self, transform: InputTransform) -> InputTransform:
+        """Return the transform as it is read back from a checkpoint, for formats that store its numbers otherwise."""
+        return transform
+
     @abstractmethod
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
@@ -349,6 +353,14 @@ class Format(ABC):
         Args:
             quantization: the result of `config`.
             config: configuration of the model.
+        """
+        return {}
+
+    def files(self, quantization: Mapping[str, Any] | None) -> dict[str, str]:
+        """Return the texts of further files by name.
+
+        Args:
+            quantization: the result of `config`.
         """
         return {}
 

@@ -19,14 +19,22 @@ def table() -> dict[str, Any]:
 
 
 def programs_run(format_name: str, schemes: Collection[LayerScheme]) -> list[str]:
-    """Return the programs that read all grids of these layers in conformance.
+    """Return the programs that read all grids of these layers in conformance, and that are not known to misread them.
 
     Args:
         schemes: of the compressed layers; none: no program was run on codes.
     """
-    grids = {scheme.codes.grid.name for scheme in schemes if scheme.codes is not None}
+    kinds = {_kind(scheme) for scheme in schemes if scheme.codes is not None}
+    misreaders = {row["reader"] for row in _misread(format_name, schemes)}
     programs = table()["run"].get(format_name, {})
-    return [name for name, read in programs.items() if grids and grids <= set(read)]
+    return [name for name, read in programs.items() if kinds and kinds <= set(read) and name not in misreaders]
+
+
+def _kind(scheme: LayerScheme) -> str:
+    """Return the grid of the weights, and that of quantized inputs."""
+    assert scheme.codes is not None
+    inputs = "" if scheme.rounding is None else f"+{scheme.rounding.grid.name}"
+    return scheme.codes.grid.name + inputs
 
 
 def misreadings(format_name: str, schemes: Collection[LayerScheme]) -> list[str]:
@@ -35,8 +43,12 @@ def misreadings(format_name: str, schemes: Collection[LayerScheme]) -> list[str]
     Args:
         schemes: of the compressed layers.
     """
+    return [f"{row['reader']} {row['effect']}" for row in _misread(format_name, schemes)]
+
+
+def _misread(format_name: str, schemes: Collection[LayerScheme]) -> list[dict[str, Any]]:
+    """Return the rows of the table of programs that misread these layers."""
     codes = [scheme.codes for scheme in schemes if scheme.codes is not None]
     grids, zeros = {part.grid.name for part in codes}, any(not part.symmetric for part in codes)
     rows = [row for row in table()["misread"].get(format_name, ()) if codes]
-    rows = [row for row in rows if grids & set(row.get("grids", grids)) and (zeros or not row.get("zero_points"))]
-    return [f"{row['reader']} {row['effect']}" for row in rows]
+    return [row for row in rows if grids & set(row.get("grids", grids)) and (zeros or not row.get("zero_points"))]

@@ -1,4 +1,4 @@
-"""Formats that are read and not written: fp8, mxfp4 and modelopt, by folders that numpy and torch write."""
+"""Sources that are quantized already, in fp8, mxfp4 and modelopt, by folders that numpy and torch write."""
 
 import json
 import shutil

@@ -1,12 +1,14 @@
 """The table of readers states what conformance ran, and plans name the programs that misread a checkpoint."""
 
+import re
 from pathlib import Path
 
 import pytest
+from schemes import coded, rounding
 
 import compress
 from compress import RTN
-from compress.checkpoint.formats.readers import table
+from compress.checkpoint.formats.readers import programs_run, table
 
 ROWS = Path(__file__).parents[2] / "conformance" / "TABLE.md"
 PROGRAMS = {
@@ -16,6 +18,7 @@ PROGRAMS = {
     "bitsandbytes": "transformers",
     "llamacpp": "llama.cpp",
     "mlx": "mlx-lm",
+    "vllm": "vLLM",
 }
 """The program of each owner's environment."""
 GRIDS = {
@@ -39,9 +42,11 @@ def test_the_table_is_that_of_the_rows_of_conformance():
     ]
     ran = set()
     for _, form, label, writer, owner, _, _, result in rows[2:]:
-        if writer == "compress" and result == "agrees":
-            first = label.split()[0]
-            ran.add((form, PROGRAMS[owner], GRIDS.get(first, first)))
+        if writer == "compress" and result == "agrees" and form != "dense":
+            first, inputs = label.split()[0], re.search(r"(\w+) inputs", label)
+            kind = GRIDS.get(first, first) + ("" if inputs is None else f"+{GRIDS.get(inputs[1], inputs[1])}")
+            llm_int8 = (form, kind) == ("bitsandbytes", "int8")  # its reader rounds the inputs of int8
+            ran.add((form, PROGRAMS[owner], "int8+int8" if llm_int8 else kind))
     stated = table()["run"]
     assert {
         (f, name, grid) for f, programs in stated.items() for name, grids in programs.items() for grid in grids
@@ -62,3 +67,18 @@ def test_a_plan_names_the_programs_that_misread_the_checkpoint(step, form, text,
 
 def test_a_plan_names_none_where_none_is_known(recipe):
     assert not any(note.startswith("save: format") for note in compress.plan(recipe(RTN(group_size=32))).notes)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "programs"),
+    [
+        ("compressed-tensors", coded("int4", 32), ["transformers", "vLLM"]),
+        ("compressed-tensors", coded("int8", "channel"), ["transformers"]),  # vLLM has no kernel for it on a CPU
+        ("compressed-tensors", coded("int8", "channel", True, rounding("int8")), ["transformers", "vLLM"]),
+        ("compressed-tensors", coded("int4", 32, True, rounding("fp8_e4m3")), ["transformers"]),
+        ("gptq", coded("int4", 32), ["GPTQModel", "vLLM"]),
+        ("gptq", coded("int4", 32, False), ["GPTQModel"]),  # vLLM refuses zero points
+    ],
+)
+def test_programs_are_those_that_were_run_on_such_weights_and_inputs(form, scheme, programs):
+    assert programs_run(form, [scheme]) == programs

@@ -1,12 +1,13 @@
 """Configs of mixtures of experts under the rules by which vLLM decides which modules are quantized.
 
 vLLM builds routers and gates as linears, whatever transformers builds, and asks the config about each by its name and
-the name of its class. The rules are written down here; `should_ignore_layer`, `find_matched_target` and
-`is_layer_skipped` of vLLM 0.32 are their source.
+the name of its class. The rules are written down here; `should_ignore_layer`, `find_matched_target`,
+`is_layer_skipped` and `ModelOptQuantConfigBase.is_layer_excluded` of vLLM 0.32 are their source.
 """
 
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import compress
 from compress import RTN
 from compress.checkpoint.formats.config_groups import ignored
+from compress.checkpoint.save import dense_names
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss", "llama4", "qwen3-next", "jamba"]
@@ -69,6 +71,14 @@ def is_quantized_by_awq(config, name):
     return not skipped.pop()
 
 
+def is_quantized_by_modelopt(config, name):
+    """Whether vLLM creates quantized weights for a module, of Model Optimizer: names, substrings and shell patterns."""
+    excluded, parts = config["ignore"], parts_of(name)
+    skipped = {part in excluded for part in parts}
+    assert len(skipped) == 1, f"the parts of {name} differ"
+    return not (skipped.pop() or any(entry in name or fnmatch(name, entry) for entry in excluded))
+
+
 def modules_of(stored, model):
     """(name of the module, whether it stores a plain weight) as vLLM builds them, but for embeddings and experts."""
     embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
@@ -104,6 +114,47 @@ def test_a_server_skips_exactly_the_modules_that_awq_stores_dense(tiny, family, 
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     modules = modules_of(stored_in(tmp_path), model)
     assert {n: is_quantized_by_awq(config, n) for n in modules} == {n: not plain for n, plain in modules.items()}
+
+
+def skips_experts(config, name):
+    """Whether vLLM builds dense experts, about which it asks by the name of the module that holds them all."""
+    if config["quant_method"] == "gptq":
+        return any(re.match(pattern[2:], name) for pattern in config["dynamic"] if pattern.startswith("-:"))
+    if config["quant_method"] == "awq":
+        return any(entry in name for entry in config["modules_to_not_convert"])
+    if config["quant_method"] == "modelopt":
+        return not is_quantized_by_modelopt(config, name)
+    return not is_quantized(config, f"{name}.0.gate_proj", "RoutedExperts")
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq", "modelopt"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe"])
+def test_experts_that_all_stay_dense_are_dense_for_a_server(tiny, family, form, tmp_path):
+    model = model_of(tiny, family)
+    fp8 = {"weights": "fp8_e4m3", "group_size": "channel", "activations": "fp8_e4m3"}
+    step = RTN(targets="*.o_proj", **(fp8 if form == "modelopt" else {"weights": "int4", "group_size": 16}))
+    compress.apply(model, [step])
+    compress.save(model, tmp_path, form)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert "model.layers.1.mlp.experts.0.gate_proj.weight" in stored_in(tmp_path)
+    assert skips_experts(config, "model.layers.1.mlp.experts")
+    compress.load(tmp_path)
+
+
+def test_experts_of_which_some_are_compressed_are_named_one_by_one():
+    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(2) for j in range(2)]
+    found = dense_names([*names, "lm_head"], {}, {names[0]})
+    assert found == [names[1], "model.layers.1.mlp.experts.", "lm_head"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_server_quantizes_exactly_the_modules_that_modelopt_stores_in_codes(tiny, family, tmp_path):
+    model = model_of(tiny, family)
+    compress.apply(model, [RTN(weights="fp8_e4m3", group_size="channel", activations="fp8_e4m3")])
+    compress.save(model, tmp_path, "modelopt")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    modules = modules_of(stored_in(tmp_path), model)
+    assert {n: is_quantized_by_modelopt(config, n) for n in modules} == {n: not plain for n, plain in modules.items()}
 
 
 def test_experts_that_stay_in_one_tensor_are_dense_for_a_server(tiny, tmp_path):

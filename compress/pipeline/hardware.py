@@ -33,7 +33,7 @@ MOST = 4096
 
 
 @dataclass(frozen=True)
-class Hardware:
+class PlannedHardware:
     """Equal devices, each with one process. device: None for this machine. ram_bytes: of the machine, if stated."""
 
     count: int
@@ -51,7 +51,7 @@ class Hardware:
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether the devices have a memory of their own, besides the RAM of the machine."""
+        """Whether the devices have memory apart from the RAM of the machine."""
         return self.device is not None and self.device.kind == "gpu"
 
     @property
@@ -62,7 +62,7 @@ class Hardware:
         return torch.device("cuda" if self.device.kind == "gpu" else "cpu")
 
 
-def read_hardware(text: str) -> Hardware:
+def read_hardware(text: str) -> PlannedHardware:
     """Read '8xH100', '1x4090,64GB' or 'this': a count, the name of a device, and the RAM of the machine.
 
     Raises:
@@ -74,10 +74,8 @@ def read_hardware(text: str) -> Hardware:
     ram_bytes = size_of(sizes[0]) if sizes else None
     if named.lower() == THIS:
         if sizes:
-            raise RecipeError(
-                f"hardware {text!r}: the RAM of this machine is known; write {THIS}, and --memory to limit it"
-            )
-        return Hardware(1, None)
+            raise RecipeError(f"hardware {text!r}: the RAM of this machine is not stated; write {THIS} alone")
+        return PlannedHardware(1, None)
     match = COUNTED.fullmatch(named)
     device = named_device(match["name"] if match else named)
     if match is None:
@@ -87,7 +85,7 @@ def read_hardware(text: str) -> Hardware:
     if not 1 <= int(match["count"]) <= MOST:
         raise RecipeError(f"hardware {text!r}: {match['count']} devices; write a count from 1 to {MOST}")
     if device is None:
-        names = [name for known in devices().values() for name in (known.name, *known.other_names)]
+        names = [name for entry in devices().values() for name in (entry.name, *entry.other_names)]
         raise RecipeError(
             f"hardware {text!r}: unknown device {match['name']!r}{did_you_mean(match['name'].upper(), names)}"
         )
@@ -95,7 +93,7 @@ def read_hardware(text: str) -> Hardware:
         raise RecipeError(
             f"hardware {text!r}: the RAM of a machine with {device.name} is missing; write {named},256GB for 256 GB"
         )
-    return Hardware(int(match["count"]), device, ram_bytes)
+    return PlannedHardware(int(match["count"]), device, ram_bytes)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class HardwarePlan:
     setting with the least device-hours. rates: what the time is predicted from. unknown: what it does not contain.
     """
 
-    hardware: Hardware
+    hardware: PlannedHardware
     model: str
     dense_bytes: int
     checkpoint_bytes: int
@@ -217,39 +215,39 @@ def plan_hardware(
         ShortageError: if the run fits no number of the devices.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
-    asked = read_hardware(hardware)
-    run = counted(recipe, asked.computes_on)
+    target = read_hardware(hardware)
+    run = counted(recipe, target.computes_on)
     limit = None if memory is None else size_of(memory)
-    here = (measured_rates() if time else known_rates()) or reference_rates()
-    rates, reason = _rates_on(asked, here, run)
+    local = (measured_rates() if time else known_rates()) or reference_rates()
+    rates, reason = _rates_on(target, local, run)
     settings: list[Setting] = []
     unfit: dict[int, str] = {}
     notes = list(run.notes)
-    for processes in _counts(asked.count):
-        own_bytes = process_limit(asked, processes)
+    for processes in _counts(target.count):
+        own_bytes = process_limit(target, processes)
         own_bytes = own_bytes if limit is None else min(own_bytes, limit)
         try:
-            settings.append(_setting(run, asked, processes, own_bytes, rates))
+            settings.append(_setting(run, target, processes, own_bytes, rates))
         except ShortageError as error:
             unfit[processes] = str(error)
     if not settings:
         raise ShortageError(f"hardware {hardware}: {unfit[max(unfit)]}")
     if limit is not None:
-        device_bytes = process_limit(asked, asked.count)
-        smaller = "the one that was asked for" if limit < device_bytes else f"that of {asked.text}"
+        device_bytes = process_limit(target, target.count)
+        smaller = "the one that was asked for" if limit < device_bytes else f"that of {target.text}"
         size = megabytes(min(limit, device_bytes))
         notes.append(f"the smaller of two limits of memory counts, {smaller}: {size} MB for each process")
-    notes += _ram_notes(run, asked)
+    notes += _ram_notes(run, target)
     unknown = work_of(run, Division()).unknown if run.blocks is not None else ()
     unknown = (*unknown, *([reason] if reason else ()))
     return HardwarePlan(
-        asked,
+        target,
         recipe.model,
         run.dense_bytes,
         run.checkpoint_bytes,
         tuple(settings),
         unfit,
-        here.machine if rates is None else rates.machine,
+        local.machine if rates is None else rates.machine,
         unknown,
         tuple(dict.fromkeys(notes)),
     )
@@ -260,7 +258,7 @@ def _counts(count: int) -> list[int]:
     return sorted({*(2**power for power in range(int(math.log2(count)) + 1)), count})
 
 
-def process_limit(hardware: Hardware, processes: int) -> int:
+def process_limit(hardware: PlannedHardware, processes: int) -> int:
     """Return the memory of each of several processes: that of its device, or its share of the RAM."""
     if hardware.device is None:
         return available_bytes(hardware.computes_on) // processes
@@ -270,7 +268,7 @@ def process_limit(hardware: Hardware, processes: int) -> int:
     return hardware.ram_bytes // processes
 
 
-def _rates_on(hardware: Hardware, here: Rates, run: Counted) -> tuple[Rates | None, str]:
+def _rates_on(hardware: PlannedHardware, local: Rates, run: Counted) -> tuple[Rates | None, str]:
     """Return the rates of the hardware; None and the reason if the time is unknown."""
     if run.blocks is None:
         return None, f"the time: {run.reason}"
@@ -279,10 +277,10 @@ def _rates_on(hardware: Hardware, here: Rates, run: Counted) -> tuple[Rates | No
         if hardware.computes_on.type != "cpu":
             return None, "the time on the accelerator of this machine; write its name, such as 1xH100"
         threads = torch.get_num_threads()
-        return replace(here, seconds={kind: taken / threads for kind, taken in here.seconds.items()}), ""
+        return replace(local, seconds={kind: taken / threads for kind, taken in local.seconds.items()}), ""
     if device.kind == "apple":
         return None, f"the time: on {device.name} compress computes on the processor, whose rates are not published"
-    return here.on(device, run.footprint.itemsize), ""
+    return local.on(device, run.footprint.itemsize), ""
 
 
 def work_of(run: Counted, division: Division) -> Workload:
@@ -295,7 +293,7 @@ def work_of(run: Counted, division: Division) -> Workload:
     return Workload(phases, (*counted_work.unknown, *unknown))
 
 
-def _setting(run: Counted, hardware: Hardware, processes: int, limit_bytes: int, rates: Rates | None) -> Setting:
+def _setting(run: Counted, hardware: PlannedHardware, processes: int, limit_bytes: int, rates: Rates | None) -> Setting:
     """Plan a number of processes. Raises ShortageError if a process does not fit its memory."""
     footprint = run.footprint
     sequences = math.ceil(footprint.sequences / processes)
@@ -320,13 +318,13 @@ def _file_bytes(states_bytes: int, fit: Fit) -> int:
 
 
 def _ram_bytes(run: Counted, processes: int) -> int:
-    """Return the RAM of processes whose devices have their own memory: libraries, the text, and a block to write."""
+    """Return the RAM of processes of devices with other memory: libraries, the text, and a block to write."""
     block = run.checkpoint_bytes // sum(run.counts)
     text = next((need.parts.get("the text", 0) for need in run.footprint.needs() if "the text" in need.parts), 0)
     return processes * (LIBRARIES_BYTES + text) + block
 
 
-def _ram_notes(run: Counted, hardware: Hardware) -> Sequence[str]:
+def _ram_notes(run: Counted, hardware: PlannedHardware) -> Sequence[str]:
     """Return a note if transformers needs more RAM to read the checkpoint back than the machine has."""
     if hardware.ram_bytes is None:
         return ()

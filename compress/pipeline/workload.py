@@ -32,7 +32,7 @@ CAPTURE, PROPAGATE, FILES = "capture", "propagate", "files"
 
 
 @dataclass(frozen=True)
-class Input:
+class ReadTensor:
     """The linears of a block that read one tensor: of one module, with equal widths and no attention between them.
 
     width: channels. share: of the tokens that reach them; below 1 in an expert. shapes: (out, in) of each by name.
@@ -141,8 +141,8 @@ def workload(
             inputs = list(inputs_of(block, names, footprint.shapes))
             if inputs:
                 phases[label] += layer_work(step, inputs, block, sequences, footprint, division) * block.count
-    last = footprint.steps[-1][1]
-    if not (isinstance(last, LayerPass) and last.true_sequential):
+    last_step = footprint.steps[-1][1]
+    if not (isinstance(last_step, LayerPass) and last_step.true_sequential):
         phases[PROPAGATE] = sum((block.sequence * (sequences * block.count) for block in blocks), Work())
     phases[FILES] = Work(stored=stored_bytes)
     return Workload(phases, tuple(dict.fromkeys(unknown)))
@@ -154,7 +154,7 @@ def _uncounted(step: LayerPass, name: str, footprint: Footprint) -> bool:
     return not isinstance(mine, LayerPass) or mine.work(footprint.shapes[name]) is None
 
 
-def inputs_of(block: BlockWork, names: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> Iterator[Input]:
+def inputs_of(block: BlockWork, names: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> Iterator[ReadTensor]:
     """Yield the inputs of those linears of a block that a pass works on."""
     groups: dict[tuple[str, int, int], list[str]] = {}
     for name in names:
@@ -162,12 +162,12 @@ def inputs_of(block: BlockWork, names: Sequence[str], shapes: Mapping[str, tuple
             key = name.rpartition(".")[0], shapes[name][1], block.stages[name]
             groups.setdefault(key, []).append(name)
     for (_, width, _), members in groups.items():
-        yield Input(width, max(block.shares[name] for name in members), {name: shapes[name] for name in members})
+        yield ReadTensor(width, max(block.shares[name] for name in members), {name: shapes[name] for name in members})
 
 
 def layer_work(
     step: LayerPass,
-    inputs: Sequence[Input],
+    inputs: Sequence[ReadTensor],
     block: BlockWork,
     sequences: int,
     footprint: Footprint,
@@ -181,16 +181,16 @@ def layer_work(
     tokens, groups = sequences * footprint.length, 1
     if not step.true_sequential and division.inputs_at_once is not None:
         groups = math.ceil(len(inputs) / division.inputs_at_once)
-    done = block.sequence * (sequences * (groups + step.requires.reference))
+    work = block.sequence * (sequences * (groups + step.requires.reference))
     for item in inputs:
-        done += step.observer.work(item.width, tokens * item.share)
+        work += step.observer.work(item.width, tokens * item.share)
         if step.observer is not Nothing:
-            done += step.shared_work(item.width)
+            work += step.shared_work(item.width)
     stages = [[item] for item in inputs] if step.true_sequential else [list(inputs)]
     for stage in stages:
         solved = [layer_solution(step, name, shape) for item in stage for name, shape in item.shapes.items()]
-        done += _largest_part(solved, step.requires.by_rows, division.processes)
-    return done
+        work += _largest_part(solved, step.requires.by_rows, division.processes)
+    return work
 
 
 def layer_solution(step: Pass, name: str, shape: tuple[int, int]) -> Work:

@@ -56,11 +56,11 @@ class Device:
 @cache
 def devices() -> dict[str, Device]:
     """Return the known devices by name."""
-    found = {}
+    device_by_name = {}
     for name, values in yaml.safe_load(TABLE.read_text("utf-8")).items():
-        kind, others = values.pop(KIND, "gpu"), tuple(map(str, values.pop(OTHER_NAMES, ())))
-        found[name] = replace(_device(name, values), kind=kind, other_names=others)
-    return found
+        kind, names = values.pop(KIND, "gpu"), tuple(map(str, values.pop(OTHER_NAMES, ())))
+        device_by_name[name] = replace(_device(name, values), kind=kind, other_names=names)
+    return device_by_name
 
 
 def named_device(text: str) -> Device | None:

@@ -24,8 +24,8 @@ OPERATIONS = ("products", "statistics", "factors", "updates")
 NUMBERS = ("columns", "roundings", "scores", "elements", "installs")
 """Kinds of work that a device does at its bandwidth. The others, calls and files, are those of the host."""
 UTILIZATION = 0.4
-"""The most of a published rate of 16-bit products that is assumed: Llama 3 405B was trained at 38 to 43% (Dubey 2024,
-arXiv 2407.21783, table 4)."""
+"""The most of a published rate of 16-bit products that is assumed: a model of 405B parameters was trained at 38 to 43%
+(Dubey 2024, arXiv 2407.21783, table 4)."""
 NUMBER = 4
 """Bytes of a number in float32."""
 SIZE, COPIED, REPEATS = 1024, 1 << 24, 3
@@ -68,8 +68,8 @@ class Rates:
             most = 1 / (UTILIZATION * device.rate("float16"))
             seconds["products"] = max(most, self.seconds["products"] * self.operations / device.rate("float16"))
         seconds |= {kind: self.seconds[kind] * self.bandwidth / device.bandwidth for kind in NUMBERS}
-        others = {kind: self.seconds[kind] for kind in KINDS if kind not in seconds}
-        return Rates(seconds | others, single, device.bandwidth, f"{device.name}, predicted")
+        unscaled = {kind: self.seconds[kind] for kind in KINDS if kind not in seconds}
+        return Rates(seconds | unscaled, single, device.bandwidth, f"{device.name}, predicted")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -111,8 +111,8 @@ def fitted_seconds(
     amounts = np.array([list(work.amounts.values()) for work, _ in samples])
     seconds = np.array([taken for _, taken in samples])
     scale = np.where(amounts.max(0) > 0, amounts.max(0), 1.0)
-    rest = 1 - (amounts @ lower) / seconds  # what the limits do not explain
-    solution, _ = nnls(amounts / scale / seconds[:, None], rest)
+    unexplained = 1 - (amounts @ lower) / seconds  # what the limits do not explain
+    solution, _ = nnls(amounts / scale / seconds[:, None], unexplained)
     return dict(zip(KINDS, (lower + solution / scale).tolist(), strict=True))
 
 

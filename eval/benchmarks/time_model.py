@@ -1,11 +1,11 @@
 """Processor seconds of runs, predicted by `compress plan --hardware this` and measured, by width and depth.
 
     python eval/benchmarks/time_model.py [--passes NAME...] [--widths 384 640 896] [--depths 1 2 4] [--threads 1] \
-        [--rates FILE] [--write FILE]
+        [--reference] [--write FILE]
 
 The rates of this machine are measured first, with the trials of `--time`; other widths and depths than those are then
-predicted. --rates reads rates from a file instead, --write writes those that were measured (compress/roofline/rates.yaml
-comes from it). Seconds are those of the processor, not of a clock, so that other programs matter less; they still share
+predicted. --reference takes the rates of the package instead, --write writes those that were measured (compress/roofline/
+rates.yaml comes from it). Seconds are those of the processor, not of a clock, so that other programs matter less; they still share
 caches. One thread, unless --threads says otherwise. Random Llamas in float32, 8 sequences of 128 tokens.
 """
 
@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from compress.pipeline.rate_trials import Small, rates_of_samples, run_of, samples
-from compress.roofline.rates import Rates
+from compress.roofline.rates import reference_rates
 
 PASSES = {
     "rtn": ({"rtn": {"weights": "fp8_e4m3", "group_size": "channel"}},),
@@ -36,14 +36,11 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[384, 640, 896])
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rates", type=Path)
+    parser.add_argument("--reference", action="store_true")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.rates is not None:
-        rates = Rates.from_json(yaml.safe_load(arguments.rates.read_text()))
-    else:
-        rates = rates_of_samples(list(samples()))
+    rates = reference_rates() if arguments.reference else rates_of_samples(list(samples()))
     if arguments.write is not None:
         arguments.write.write_text(yaml.safe_dump(rates.to_json(), sort_keys=False))
     print("| pass | width | blocks | predicted s | measured s | error |\n|---|---|---|---|---|---|")

@@ -136,7 +136,7 @@ def test_this_machine_is_a_hardware():
         ("8xH100,1TB,2TB", "at most one size of RAM"),
         ("1xEPYC-9654", "the RAM of a machine with EPYC-9654 is missing; write 1xEPYC-9654,256GB"),
         ("1xM3-Max", "the RAM of a machine with M3-Max is missing"),
-        ("this,64GB", "the RAM of this machine is known"),
+        ("this,64GB", "the RAM of this machine is not stated; write this alone"),
     ],
 )
 def test_a_wrong_hardware_is_named(text, message):

@@ -97,7 +97,7 @@ def read_hardware(text: str) -> PlannedHardware:
 
 
 @dataclass(frozen=True)
-class Setting:
+class DeviceSetting:
     """A way to run on some of the devices.
 
     processes: one for each device. fit: batch, groups and stores of a process, and its memory. ram_bytes: of the
@@ -151,7 +151,7 @@ class HardwarePlan:
     model: str
     dense_bytes: int
     checkpoint_bytes: int
-    settings: tuple[Setting, ...]
+    settings: tuple[DeviceSetting, ...]
     unfit: Mapping[int, str]
     rates: str
     unknown: tuple[str, ...]
@@ -168,12 +168,12 @@ class HardwarePlan:
         return LIBRARIES_BYTES
 
     @property
-    def cheapest(self) -> Setting:
+    def cheapest(self) -> DeviceSetting:
         """The setting that takes the least device-hours; without times, the fewest devices."""
         return min(self.settings, key=lambda setting: (setting.device_seconds or 0.0, setting.processes))
 
     @property
-    def fastest(self) -> Setting:
+    def fastest(self) -> DeviceSetting:
         """The setting that takes the least time."""
         return min(self.settings, key=lambda setting: (setting.total_seconds or 0.0, setting.processes))
 
@@ -220,7 +220,7 @@ def plan_hardware(
     limit = None if memory is None else size_of(memory)
     local = (measured_rates() if time else known_rates()) or reference_rates()
     rates, reason = _rates_on(target, local, run)
-    settings: list[Setting] = []
+    settings: list[DeviceSetting] = []
     unfit: dict[int, str] = {}
     notes = list(run.notes)
     for processes in _counts(target.count):
@@ -293,7 +293,9 @@ def work_of(run: Counted, division: Division) -> Workload:
     return Workload(phases, (*counted_work.unknown, *unknown))
 
 
-def _setting(run: Counted, hardware: PlannedHardware, processes: int, limit_bytes: int, rates: Rates | None) -> Setting:
+def _setting(
+    run: Counted, hardware: PlannedHardware, processes: int, limit_bytes: int, rates: Rates | None
+) -> DeviceSetting:
     """Plan a number of processes. Raises ShortageError if a process does not fit its memory."""
     footprint = run.footprint
     sequences = math.ceil(footprint.sequences / processes)
@@ -309,7 +311,7 @@ def _setting(run: Counted, hardware: PlannedHardware, processes: int, limit_byte
     if rates is not None:
         phases = work_of(run, Division(processes, fit.inputs_at_once)).phases
         seconds = {phase: rates.of(work) for phase, work in phases.items()}
-    return Setting(processes, fit, ram_bytes, _file_bytes(divided.states_bytes, fit) * processes, seconds)
+    return DeviceSetting(processes, fit, ram_bytes, _file_bytes(divided.states_bytes, fit) * processes, seconds)
 
 
 def _file_bytes(states_bytes: int, fit: Fit) -> int:

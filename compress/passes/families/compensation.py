@@ -99,6 +99,11 @@ class CompensatingPass(HessianPass):
         shift = 0 if self.error == "symmetric" else 4 * width**3
         return Work(factors=factor_operations(width), updates=shift, elements=8 * width**2)
 
+    def sweep_work(self, shape: tuple[int, int]) -> Work:
+        """Count a sweep over the columns, each of which updates all later ones: n^2 / 2 products for each row."""
+        weights = shape[0] * shape[1]
+        return Work(updates=weights * shape[1], columns=weights)
+
     def fitted_work(self, shape: tuple[int, int]) -> Work:
         """Count the product of the weight in `fitted`."""
         return Work() if self.error == "symmetric" else Work(updates=2 * shape[0] * shape[1] ** 2)

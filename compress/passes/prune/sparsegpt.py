@@ -26,7 +26,6 @@ from compress.passes.contract.passes import LayerPass
 from compress.passes.families.pruning import PruningPass
 from compress.passes.families.quantizing import ScaleOption
 from compress.passes.families.weight_grid import GridName, GroupSizeOption, check_grid
-from compress.roofline.work import Work
 
 PRUNE_BLOCK = 128  # SparseGPT, section 3.3: columns whose zeros are chosen at once
 GROUP_SIZE = 64  # as in the quantizing passes
@@ -127,12 +126,11 @@ class SparseGPT(PruningPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)
 
-    def work(self, shape: tuple[int, int]) -> Work | None:
-        weights = shape[0] * shape[1]
+    def work(self, shape: tuple[int, int]) -> Any:
         # with rounded weights nothing is repaired
-        solved = super().work(shape) if self.weights is None else Work(scores=weights, roundings=weights)
-        # every column updates all later ones: n^2 / 2 products for each row
-        return None if solved is None else solved + Work(updates=weights * shape[1], columns=weights)
+        step = self if self.weights is None else self.model_copy(update={"repair": 0})
+        solved = PruningPass.work(step, shape)
+        return None if solved is None else solved + self.sweep_work(shape)
 
     def score(self, weight: Float[Tensor, "out in"], statistics: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight if all others compensate (equation 2)

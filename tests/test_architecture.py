@@ -289,6 +289,7 @@ SOLVER = "compress.numerics.linalg:solve_general"
 RUNTIME = "llama.cpp"
 """A program that is called like an architecture."""
 NAMED = {
+    "compress.pipeline.rate_trials": "models to measure a machine with have to have some architecture",
     "compress.testing.model": "a model to try passes on has to have some architecture",
     "compress.checkpoint.formats.gguf_files.vocabulary": "GGUF files call their two kinds of tokenizers gpt2 and llama",
     "compress.checkpoint.sources.gguf_contents": "names a program and a function of llama.cpp",

@@ -46,8 +46,10 @@ RUNS = {
     "peer_transformers": "load {packed} float32",
     "quality": "--one {rtn} --also embedded " + PROTOCOL,
     "roofline": "{packed} --turns 1 --context 17",
+    "plan_table": "Llama-3.1-8B",
     "rows": "--list",
     "speed": "{packed} --model {pico} --test {test} --windows 1 --rounds 1",
+    "time_model": "--reference --passes rtn --widths 64 --depths 1",
     "wheels": "--help",  # downloads every dependency; tests/test_wheels.py has its parts
 }
 """Scripts that run in this process, with their arguments."""

@@ -186,6 +186,12 @@ class Checkpoint:
         """The dtype of computation."""
         return self.dtypes[0]
 
+    @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype that config.json states, before a model is built, whose dtype is that of computation."""
+        stated = getattr(self.stated.config, "dtype", None)
+        return stated if isinstance(stated, torch.dtype) and stated.itemsize == 2 else None
+
     @cached_property
     def stored(self) -> dict[str, Place]:
         """File and name of every stored tensor."""

@@ -76,18 +76,29 @@ def open_for_plan(
     if checkpoint.format is not None or checkpoint.stated.caches:
         return open_model(source, dtype, None, trust_remote_code, masks, codes)
     checkpoint.stored = {}
-    stated = getattr(checkpoint.stated.config, "dtype", None)  # the model's own is that of computation
+    narrow = checkpoint.narrow_dtype
     model = checkpoint.skeleton().eval()
     check_supported(model, f"model: {source}")
+    opened = replace(with_placeholders(checkpoint, model), narrow=narrow)
+    opened.notes.append(
+        "planned without the weights: zeros of an earlier pruning, and tensors that differ, are not known"
+    )
+    return opened
+
+
+def with_placeholders(checkpoint: Checkpoint, model: PreTrainedModel) -> OpenModel:
+    """Return a model without weights as it is opened to plan with: the tensors outside of the blocks are placeholders.
+
+    Args:
+        checkpoint: what its folder states.
+        model: the model, on the meta device, with experts as linears.
+    """
     blocks = find_blocks(model)
     prefixes = tuple(f"{block.name}." for block in blocks)
     assign(model, {n: t for n, t in _placeholders(model).items() if not n.startswith(prefixes)})
     tie(model)
-    opened = _opened(checkpoint, model, blocks, Placeholders())
-    opened.notes.append(
-        "planned without the weights: zeros of an earlier pruning, and tensors that differ, are not known"
-    )
-    return replace(opened, narrow=stated if isinstance(stated, torch.dtype) and stated.itemsize == 2 else None)
+    _sum_in_head(model)
+    return _opened(checkpoint, model, blocks, Placeholders())
 
 
 def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block], weights: Weights) -> OpenModel:
@@ -138,6 +149,14 @@ def _dequantize(opened: OpenModel, checkpoint: Checkpoint, names: Collection[str
         opened.notes.append(
             f"the dequantized layers do not round their inputs, as the source states: {', '.join(inputs)}"
         )
+
+
+def _sum_in_head(model: PreTrainedModel) -> None:
+    """Compute the product of the output head with its placeholder as a sum: torch copies a weight to multiply it."""
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.bias is None:
+        rows = head.out_features
+        head.forward = lambda x: (x.sum(-1, keepdim=True) * PLACEHOLDER).expand(*x.shape[:-1], rows)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.model_free import check_model_free, quantize_tensors
 from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.paths import UserPath
-from compress.cli.show import echo, print_json, print_plan, print_report
+from compress.cli.show import echo, print_hardware_plan, print_json, print_plan, print_report
 from compress.recipe.shipped import find_recipe
 from compress.version import __version__
 
@@ -187,10 +187,20 @@ def distill(
 @click.option("--all", "all_modules", is_flag=True, help="A row for every module instead of every kind of module.")
 @MEMORY
 @click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")
+@click.option(
+    "--hardware",
+    metavar="HARDWARE",
+    help="Plan for other devices, such as 8xH100 or 1x4090,64GB (RAM), or for this; see compress roofline --devices.",
+)
+@click.option(
+    "--scheme", shell_complete=complete_scheme, help="Instead of a recipe: RECIPE is a model, and this its scheme."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def plan(
     recipe: str,
     model: str | None,
+    hardware: str | None,
+    scheme: str | None,
     out: Path | None,
     all_modules: bool,
     memory: str | None,
@@ -200,11 +210,18 @@ def plan(
 ) -> None:
     """Show the effect of RECIPE on the modules, the size of the checkpoint, the peak memory and the time.
 
-    RECIPE is a file, or a name of `compress recipes`.
+    RECIPE is a file, or a name of `compress recipes`; with --scheme, a model.
+
+    With --hardware, show the memory, the disk and the time on these devices instead of the modules, and the number of
+    devices that takes the least device-hours. No weights are read.
     """
-    parsed_recipe = _read(recipe, model, options)
-    from compress.pipeline.plan import plan as make_plan
+    parsed_recipe = _read(recipe, model, options) if scheme is None else _of_scheme(recipe, model, scheme, options)
     from compress.pipeline.progress import Waiting
+
+    if hardware is not None:
+        _plan_hardware(parsed_recipe, hardware, (out, all_modules), memory, time, as_json)
+        return
+    from compress.pipeline.plan import plan as make_plan
 
     with Waiting(f"planning the compression of {parsed_recipe.model}"):
         planned = make_plan(parsed_recipe, out, time, memory)
@@ -212,6 +229,35 @@ def plan(
         print_json(planned.to_json())
     else:
         print_plan(planned, all_modules)
+
+
+def _of_scheme(source: str, model: str | None, scheme: str, options: dict[str, Any]) -> Recipe:
+    """Build the recipe of `compress quantize` for a model and a scheme."""
+    from compress.recipe import starts
+
+    if model is not None:
+        raise click.UsageError(f"--model is an option of a recipe; with --scheme write only the model: {source}")
+    return _build(starts.quantize_line(source, scheme, None, None)[0], options)
+
+
+def _plan_hardware(
+    recipe: Recipe, hardware: str, of_modules: tuple[Path | None, bool], memory: str | None, time: bool, as_json: bool
+) -> None:
+    """Plan for a hardware, and print the plan.
+
+    of_modules: the options that have no effect.
+    """
+    from compress.pipeline.hardware import plan_hardware
+    from compress.pipeline.progress import Waiting
+
+    if any(of_modules):
+        raise click.UsageError("--hardware shows no modules and checks no folder; leave out --all and --out")
+    with Waiting(f"planning the compression of {recipe.model} on {hardware}"):
+        planned = plan_hardware(recipe, hardware, memory, time)
+    if as_json:
+        print_json(planned.to_json())
+    else:
+        print_hardware_plan(planned)
 
 
 def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:

@@ -15,6 +15,7 @@ import click
 from compress.recipe.tables import ResultTable, aligned, megabytes, records
 
 if TYPE_CHECKING:
+    from compress.pipeline.hardware import HardwarePlan
     from compress.pipeline.plan import Plan
     from compress.recipe.pages import PassPage
 
@@ -162,6 +163,51 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
     for need in () if planned.fit is None else planned.fit.needs:
         print_sentence(f"{need.where}: {megabytes(need.size_bytes)} MB ({need.text})", "  ")
     print_sentence(time_of(planned))
+
+
+def print_hardware_plan(planned: HardwarePlan) -> None:
+    """Print a plan on a hardware: a row for each setting that fits, then the parts of the cheapest one."""
+    rows = []
+    for setting in planned.settings:
+        seconds, inputs = setting.total_seconds, setting.fit.inputs_at_once
+        device_hours = None if setting.device_seconds is None else setting.device_seconds / 3600
+        rows.append(
+            (
+                f"{setting.processes}",
+                f"{setting.fit.batch}",
+                "all" if inputs is None else f"{inputs}",
+                f"files, {megabytes(setting.file_bytes)} MB" if setting.file_bytes else "memory",
+                gigabytes(setting.fit.peak_bytes + planned.libraries_bytes),
+                gigabytes(setting.ram_bytes),
+                "unknown" if seconds is None else in_words(seconds),
+                "unknown" if device_hours is None else f"{device_hours:.3g}",
+            )
+        )
+    head = ("devices", "batch", "inputs at once", "activations", "GB each", "GB of RAM", "time", "device-hours")
+    print_table(ResultTable(f"predicted: {planned.model} on {planned.hardware.text}", head, rows))
+    for processes, reason in planned.unfit.items():
+        echo(f"{processes} devices do not fit: {reason}")
+    for note in planned.notes:
+        echo(f"note: {note}")
+    cheapest = planned.cheapest
+    echo(f"checkpoint: {gigabytes(planned.checkpoint_bytes)} GB of tensors ({gigabytes(planned.dense_bytes)} GB dense)")
+    files = f", {gigabytes(cheapest.file_bytes)} GB of activations" if cheapest.file_bytes else ""
+    echo(
+        f"disk: {gigabytes(planned.disk_bytes)} GB (model {gigabytes(planned.dense_bytes)} GB, checkpoint "
+        f"{gigabytes(planned.checkpoint_bytes)} GB{files})"
+    )
+    fastest = "" if planned.fastest is cheapest else f"; fastest: {planned.fastest.processes}"
+    echo(f"cheapest: {cheapest.processes} of {planned.hardware.count} devices{fastest}")
+    for need in cheapest.fit.needs:
+        echo(f"  {need.where}: {megabytes(need.size_bytes)} MB ({need.text})")
+    parts = "" if cheapest.seconds is None else ", ".join(f"{n} {in_words(s)}" for n, s in cheapest.seconds.items())
+    echo(f"time: {parts or 'unknown'}" + "".join(f"; without {phase}" for phase in planned.unknown))
+    echo(f"rates: {planned.rates}")
+
+
+def gigabytes(size_bytes: float) -> str:
+    """Return a size in 10^9 bytes, with three digits."""
+    return f"{size_bytes / 1e9:.3g}" if size_bytes < 1e12 else f"{size_bytes / 1e9:.0f}"
 
 
 def process_memory(tensor_bytes: int) -> str:

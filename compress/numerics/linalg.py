@@ -103,6 +103,11 @@ def factor_bytes(width: int) -> int:
     return 10 * width * width
 
 
+def factor_operations(width: int) -> float:
+    """Return the operations of `inverse_factor`: a Cholesky factor, n^3 / 3, and the inverse of a triangle, n^3 / 3."""
+    return 2 * width**3 / 3
+
+
 def _upper_of_inverse(hessian: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Compute the upper Cholesky factor of the inverse; None if the factorization fails or is not finite.
 

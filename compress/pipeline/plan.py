@@ -21,6 +21,7 @@ from compress.errors import ShortageError
 from compress.layers.linear import kind_of, linears
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of, kept_dtype
+from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
@@ -196,13 +197,7 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
     else:
         inside = {name: shape for name, shape in layer_shapes(opened).items() if name in opened.linear_names()}
         dense = _rest_bytes(opened, resolved.storage) + _dense_bytes(inside, resolved.storage)
-    starts = schemes_of(form) | schemes_of(opened)
-
-    def before(count: int, name: str) -> LayerScheme:
-        mine = [(label, step) for label, step, names in steps[:count] if name in names]
-        return planned_scheme(mine, name, starts[name], opened.dtype, "off")
-
-    footprint = Footprint(resolved, before)
+    footprint = footprint_of(resolved)
     trains = any(step.requires.training for _, step, _ in steps)
     process_bytes = replace(footprint, several=True).peak_bytes() if trains else None
     plans = {other.format.name: plan_on(other, layers) for other, layers in further_formats(resolved, facts)}
@@ -215,6 +210,18 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
         fingerprint=opened.fingerprint,
     )
     return _within(planned, footprint, memory_bytes, strict)
+
+
+def footprint_of(resolved: ResolvedRecipe) -> Footprint:
+    """Return the estimate of the memory of a resolved recipe."""
+    starts = schemes_of(resolved.form) | schemes_of(resolved.opened)
+    steps = [(label, step, frozenset(names)) for label, step, names in resolved.steps]
+
+    def before(count: int, name: str) -> LayerScheme:
+        mine = [(label, step) for label, step, names in steps[:count] if name in names]
+        return planned_scheme(mine, name, starts[name], resolved.opened.dtype, "off")
+
+    return Footprint(resolved, before)
 
 
 def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, strict: bool) -> Plan:
@@ -271,6 +278,27 @@ def final_plan(resolved: ResolvedRecipe, planned: Plan, folder: Path) -> tuple[O
     return form, replace(final, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
+def block_bytes(resolved: ResolvedRecipe, facts: ModelFacts, block: Block) -> tuple[int, int]:
+    """Return the bytes of a block's tensors in the checkpoint, and of the dense block in the storage dtype."""
+    form, storage, format_ = resolved.form, resolved.storage, resolved.format
+    inside = {name: f for name, f in facts.items() if name.startswith(f"{block.name}.")}
+    rest = _rest_of(block)
+    stored = sum(
+        _bytes(t, format_.stored_dtype(t.shape, kept_dtype(form.model, name, storage))) for name, t in rest.items()
+    )
+    dense = sum(_bytes(t, kept_dtype(form.model, name, storage)) for name, t in rest.items())
+    packed = sum(f.size_bytes for f in inside.values())
+    return stored + packed, dense + _dense_bytes({name: f.scheme.shape for name, f in inside.items()}, storage)
+
+
+def _rest_of(block: Block) -> dict[str, Tensor]:
+    """Return the tensors of a block except the weights of its linears, by full name."""
+    inside = tuple(f"{name}." for name in linears(block.module))
+    state = block.module.state_dict().items()
+    rest = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
+    return {f"{block.name}.{name}": tensor for name, tensor in rest.items()}
+
+
 def _rest_bytes(
     opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
 ) -> int:
@@ -281,10 +309,7 @@ def _rest_bytes(
     apart = {f"{name}.weight" for end in ends for name in end.names}
     tensors = {name: tensor for name, tensor in outside_dense(opened).items() if name not in apart}
     for block in opened.blocks:
-        inside = tuple(f"{name}." for name in linears(block.module))
-        state = block.module.state_dict().items()
-        block_tensors = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
-        tensors |= {f"{block.name}.{name}": tensor for name, tensor in block_tensors.items()}
+        tensors |= _rest_of(block)
     if format_ is None:
         return sum(_bytes(tensor, kept_dtype(opened.model, name, storage)) for name, tensor in tensors.items())
     places, total = embeddings_of(opened), 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import yaml
 from compress.errors import RecipeError, did_you_mean
 
 TABLE = Path(__file__).with_name("devices.yaml")
-RATES = ("tflops", "gbps", "memory_gb", "tflops_fp8", "tops_int8")
+RATES = ("tflops", "gbps", "memory_gb", "tflops_fp32", "tflops_fp8", "tops_int8")
 """The keys of a device; the first three are needed."""
+KIND, OTHER_NAMES = "kind", "also"
+"""Further keys of the table: 'gpu' (the default), 'cpu' or 'apple', and other names of the device."""
 
 HERE = "here"
 
@@ -24,10 +27,13 @@ class Device:
 
     Attributes:
         name: its name.
-        rates: operations per second by kind of numbers: 'float16', 'float8' or 'int8'.
+        rates: operations per second by kind of numbers: 'float16', 'float32', 'float8' or 'int8'.
         bandwidth: bytes per second.
         memory: bytes.
         call_seconds: time of every call of the framework, in addition to its operations and bytes.
+        kind: 'gpu'; 'cpu': a processor, whose memory is that of the machine, `memory` at most; 'apple': a processor
+            and a GPU with the same memory, whose figures are those of the GPU.
+        other_names: names that people also write.
     """
 
     name: str
@@ -35,6 +41,8 @@ class Device:
     bandwidth: float
     memory: float
     call_seconds: float = 0.0
+    kind: str = "gpu"
+    other_names: tuple[str, ...] = ()
 
     def rate(self, kind: str) -> float:
         """Return operations per second of a kind of numbers, or those of 16-bit floats if it has no rate."""
@@ -48,7 +56,23 @@ class Device:
 @cache
 def devices() -> dict[str, Device]:
     """Return the known devices by name."""
-    return {name: _device(name, values) for name, values in yaml.safe_load(TABLE.read_text("utf-8")).items()}
+    device_by_name = {}
+    for name, values in yaml.safe_load(TABLE.read_text("utf-8")).items():
+        kind, names = values.pop(KIND, "gpu"), tuple(map(str, values.pop(OTHER_NAMES, ())))
+        device_by_name[name] = replace(_device(name, values), kind=kind, other_names=names)
+    return device_by_name
+
+
+def named_device(text: str) -> Device | None:
+    """Return a known device by one of its names; case, spaces, '-' and '_' are ignored. None if no device has it."""
+    for device in devices().values():
+        if _plain(text) in map(_plain, (device.name, *device.other_names)):
+            return device
+    return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
 
 
 def read_device(text: str) -> Device:
@@ -57,9 +81,9 @@ def read_device(text: str) -> Device:
     Raises:
         RecipeError: if the text is neither.
     """
-    for name, device in devices().items():
-        if name.lower() == text.lower():
-            return device
+    device = named_device(text)
+    if device is not None:
+        return device
     if not text.lstrip().startswith("{"):
         raise RecipeError(f"device {text}: unknown device; known: {', '.join(devices())}, {HERE}, or {_example()}")
     try:
@@ -84,6 +108,6 @@ def _device(name: str, values: Any) -> Device:
     missing = [key for key in RATES[:3] if key not in values]
     if missing:
         raise RecipeError(f"device: {', '.join(missing)} missing; write for example {_example()}")
-    kinds = {"float16": "tflops", "float8": "tflops_fp8", "int8": "tops_int8"}
+    kinds = {"float16": "tflops", "float32": "tflops_fp32", "float8": "tflops_fp8", "int8": "tops_int8"}
     rates = {kind: values[key] * 1e12 for kind, key in kinds.items() if key in values}
     return Device(name, rates, values["gbps"] * 1e9, values["memory_gb"] * 1e9)

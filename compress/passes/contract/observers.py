@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from compress.errors import NumericError, TargetError
 from compress.numerics.linalg import Regularization, damped_, inverse_factor, shrink_
 from compress.passes.contract.facts import Log
 from compress.passes.contract.processes import Processes
+from compress.roofline.work import Work
 
 SLAB = 256  # columns of X^T X per matrix product; from about four slabs on this saves nearly half the work
 CHUNK = 256  # rows per product in float32; the sum over chunks is float64
@@ -62,6 +64,11 @@ class Observer(ABC):
     def memory_bytes(cls, width: int) -> int:
         """Memory of the observer, with its cached results, for inputs of this width."""
 
+    @classmethod
+    def work(cls, width: int, tokens: float) -> Work:
+        """Count the work of observing so many tokens of this width; by default each number is read twice."""
+        return Work(elements=2 * tokens * width)
+
 
 class Nothing(Observer):
     """The observer of passes that need no data."""
@@ -69,6 +76,10 @@ class Nothing(Observer):
     @classmethod
     def memory_bytes(cls, width: int) -> int:
         return 0
+
+    @classmethod
+    def work(cls, width: int, tokens: float) -> Work:
+        return Work()
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         return
@@ -227,6 +238,12 @@ class Gram(Observer):
     def memory_bytes(cls, width: int) -> int:
         return sum(8 * rows * columns for rows, columns in _slabs(width)) + 4 * width * width  # and the cached factor
 
+    @classmethod
+    def work(cls, width: int, tokens: float) -> Work:
+        size = sum(rows * columns for rows, columns in _slabs(width))
+        # products of each chunk in float32, added in float64
+        return Work(statistics=2 * tokens * size, elements=2 * math.ceil(tokens / CHUNK) * size)
+
     @property
     def _squares(self) -> Float[Tensor, " in"]:
         """The sums of squares of the channels, in float64."""
@@ -338,6 +355,12 @@ class CrossGram(Gram):
     @classmethod
     def memory_bytes(cls, width: int) -> int:
         return super().memory_bytes(width) + (8 + 4) * width * width  # the sum and the cached shift
+
+    @classmethod
+    def work(cls, width: int, tokens: float) -> Work:
+        size = width * width
+        cross = Work(statistics=2 * tokens * size, elements=2 * math.ceil(tokens / CHUNK) * size)
+        return super().work(width, tokens) + cross
 
     @property
     def cross(self) -> Float[Tensor, "in in"]:

@@ -8,6 +8,7 @@ values (`Requirements`, `Effects`). All other methods have defaults, which most 
                    on_model         the pass with its patterns in terms of the model's names
                    for_layer        the pass with the options of one layer
                    memory           estimate of the peak memory
+                   work             operations of solving a layer, for a prediction of the time
                    survey           statistics of all layers, collected before the first one is solved (`Survey`)
     LayerPass      observer         statistics of inputs that several layers share
     ModelPass      adapt_objective  the language-model objective with the options of the pass
@@ -36,6 +37,7 @@ from compress.passes.contract.layers import BlockInputs, Layer, Solution, Survey
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import CrossGram, Nothing, Observer
 from compress.passes.contract.options import Options, patterns
+from compress.roofline.work import Work
 
 if TYPE_CHECKING:
     from compress.passes.contract.context import Run
@@ -232,6 +234,18 @@ class LayerPass(Pass):
 
     def memory(self, size: ProblemSize) -> int:
         return COPIES * 4 * size.shape[0] * size.shape[1]
+
+    def shared_work(self, width: int) -> Work:
+        """Count the work that is done once for all layers that read the same input, in every process.
+
+        Args:
+            width: channels of the input.
+        """
+        return Work()
+
+    def work(self, shape: tuple[int, int]) -> Work | None:
+        """Count the work of solving a layer (out, in), without `shared_work`; None: it is not counted."""
+        return None
 
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.numerics.linalg import DAMPING, SHRINKAGE, Regularization
+from compress.numerics.linalg import DAMPING, SHRINKAGE, Regularization, factor_operations
 from compress.passes.contract.observers import CrossGram, Gram, Observer, UnitCrossGram, UnitGram
 from compress.passes.contract.passes import LayerPass
+from compress.roofline.work import Work
 
 ALPHA = 0.25  # as other programs: the whole correction fits the calibration tokens too closely
 
@@ -92,6 +93,20 @@ class CompensatingPass(HessianPass):
         if self.error == "symmetric":
             return observer
         return UnitCrossGram if issubclass(observer, UnitGram) else CrossGram
+
+    def shared_work(self, width: int) -> Work:
+        """Count the factor of the inverse Hessian, and with an asymmetric error `CrossGram.shift`, two products."""
+        shift = 0 if self.error == "symmetric" else 4 * width**3
+        return Work(factors=factor_operations(width), updates=shift, elements=8 * width**2)
+
+    def sweep_work(self, shape: tuple[int, int]) -> Work:
+        """Count a sweep over the columns, each of which updates all later ones: n^2 / 2 products for each row."""
+        weights = shape[0] * shape[1]
+        return Work(updates=weights * shape[1], columns=weights)
+
+    def fitted_work(self, shape: tuple[int, int]) -> Work:
+        """Count the product of the weight in `fitted`."""
+        return Work() if self.error == "symmetric" else Work(updates=2 * shape[0] * shape[1] ** 2)
 
     def fitted(
         self, weight: Float[Tensor, "out in"], statistics: Any, order: Tensor | None = None

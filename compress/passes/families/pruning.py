@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from compress.layers.scheme import LayerScheme
-from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
+from compress.numerics.repair import BLOCK, STEPS, repaired_in_mask, repaired_in_mask_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.positions import LARGEST_M, SparseLayout
 from compress.passes.contract.facts import Effects, Fact, RequiredSparsity
@@ -21,9 +21,11 @@ from compress.passes.contract.observers import Gram, Nothing, Observer
 from compress.passes.contract.passes import Survey
 from compress.passes.families.allocation import Allocation, Uniform, read_allocation
 from compress.passes.families.compensation import CompensatingPass
+from compress.roofline.work import Work
 
 REPAIR = 8  # rounds at most; two to four gain more than `LEAST_GAIN` (eval/LOG.md)
 LEAST_GAIN = 0.01  # of the error of the layer, by each round but the last
+USUAL_REPAIR = 4  # rounds that are counted for a prediction of the time: two to four gain, and the last one does not
 
 
 class Pruning(BaseModel):
@@ -167,6 +169,21 @@ class PruningPass(Pruning, CompensatingPass):
     def memory(self, size: ProblemSize) -> int:
         size_bytes = super().memory(size)
         return max(size_bytes, repaired_in_mask_bytes(*size.shape)) if self.repair_rounds else size_bytes
+
+    def shared_work(self, width: int) -> Work:
+        # no factor without a sweep or an asymmetric error
+        factored = issubclass(self.observes, Gram) or self.error == "asymmetric"
+        return super().shared_work(width) if factored and self.compensates else Work()
+
+    def work(self, shape: tuple[int, int]) -> Work | None:
+        weights, width = shape[0] * shape[1], shape[1]
+        rounds = self.repair_rounds if self.repair is not None else min(self.repair_rounds, USUAL_REPAIR)
+        # W - V times H, and products of a block with itself in each step of conjugate gradients
+        updates = 2 * weights * width + STEPS * 2 * BLOCK * weights
+        repair = Work(updates=updates, elements=(8 + 10 * STEPS) * weights) * rounds
+        hessian = Work(elements=8 * width**2) if rounds else Work()
+        fitted = self.fitted_work(shape) if self.compensates else Work()
+        return Work(scores=weights) + fitted + repair + hessian
 
     def survey(self) -> Survey | None:
         return self.allocate.survey(self)

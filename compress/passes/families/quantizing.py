@@ -18,9 +18,10 @@ from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, InputScale, RoundingScheme
 from compress.models.structure.select import ModuleNames
-from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
+from compress.numerics.quant.codes import MSE_STEPS, Codes, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
 from compress.numerics.quant.rounding import GridOptions
+from compress.numerics.quant.weighted_search import CUTS
 from compress.passes.contract.facts import Effects, Fact, MakeObserver, Requirements
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax
@@ -264,6 +265,13 @@ class Quantizing(WeightGrid):
         return (
             "scales stay positive: kernels of servers for rounded inputs may read packed scales as unsigned numbers",
         )
+
+    @property
+    def tries(self) -> int:
+        """How many times the search for scales rounds each weight."""
+        if self.scale == "importance":
+            return 2 * len(CUTS)  # each range unchanged, then the regression on its codes
+        return (MSE_STEPS + 1) * (1 + self.tries_signs) if self.scale == "mse" else 1
 
     @property
     def tries_signs(self) -> bool:

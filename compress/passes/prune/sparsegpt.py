@@ -129,6 +129,12 @@ class SparseGPT(PruningPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)
 
+    def work(self, shape: tuple[int, int]) -> Any:
+        # with rounded weights nothing is repaired
+        step = self if self.weights is None else self.model_copy(update={"repair": 0})
+        solved = PruningPass.work(step, shape)
+        return None if solved is None else solved + self.sweep_work(shape)
+
     def score(self, weight: Float[Tensor, "out in"], statistics: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight if all others compensate (equation 2)
         return weight.square() / inverse_diagonal(statistics, statistics.factor(self.regularization)[0], None)

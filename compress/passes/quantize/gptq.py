@@ -9,8 +9,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.numerics.column_sweep import PART
 from compress.numerics.quant.codes import Codes
-from compress.numerics.quant.refine import refine_bytes, refined
+from compress.numerics.quant.refine import TURNS, refine_bytes, refined
 from compress.numerics.quant.rounding import round_columns, rounding_bytes
 from compress.numerics.quant.run_rounding import refined_runs, round_runs, rounding_bytes_of_runs, run_order
 from compress.numerics.quant.weighted_search import importance_of
@@ -20,6 +21,7 @@ from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram
 from compress.passes.families.compensation import CompensatingPass
 from compress.passes.families.quantizing import QuantizingPass, ScaleOption
+from compress.roofline.work import Work
 
 
 class GPTQ(CompensatingPass, QuantizingPass):
@@ -91,6 +93,15 @@ class GPTQ(CompensatingPass, QuantizingPass):
             return super().memory(size) + rounding_bytes_of_runs(*size.shape)
         refining = refine_bytes(*size.shape) if self.refine else 0
         return super().memory(size) + max(rounding_bytes(*size.shape), refining)
+
+    def work(self, shape: tuple[int, int]) -> Work:
+        weights, width = shape[0] * shape[1], shape[1]
+        # every column updates all later ones: n^2 / 2 products for each row
+        sweep = Work(updates=weights * width, columns=weights, roundings=self.tries * weights)
+        # the product of W - Q and H, and in each turn the image of the levels and the changes of the slope in a part
+        updates = 2 * weights * width + TURNS * 2 * 2 * PART * weights
+        descent = Work(updates=updates, columns=TURNS * weights, elements=8 * width**2 + TURNS * 8 * weights)
+        return self.fitted_work(shape) + sweep + descent * self.refine
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> Codes:
         order = None

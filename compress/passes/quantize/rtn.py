@@ -12,6 +12,7 @@ from compress.numerics.quant.codes import Codes
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.observers import Nothing
 from compress.passes.families.quantizing import QuantizingPass
+from compress.roofline.work import Work
 
 
 class RTN(QuantizingPass):
@@ -48,6 +49,9 @@ class RTN(QuantizingPass):
     @property
     def scale_rows(self) -> int:
         return self.block_rows
+
+    def work(self, shape: tuple[int, int]) -> Work:
+        return Work(roundings=(self.tries + 1) * shape[0] * shape[1])
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Nothing, layer: Layer) -> Codes:
         return self.nearest(weight, layer)

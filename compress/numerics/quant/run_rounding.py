@@ -95,7 +95,7 @@ def refined_runs(
         rounds: rounds of refinement.
         order: order of the columns of the sweep, whose runs stay together; None: unchanged.
     """
-    descent = _Descent(weight.float(), codes, hessian)
+    descent = _RunDescent(weight.float(), codes, hessian)
     order = torch.arange(weight.shape[1], device=weight.device) if order is None else order
     for _ in range(rounds):
         descent.descend(order)
@@ -103,7 +103,7 @@ def refined_runs(
     return descent.codes()
 
 
-class _Descent:
+class _RunDescent:
     """The state of `refined_runs`, whose arguments it takes."""
 
     def __init__(self, weight: Float[Tensor, "out in"], codes: Codes, hessian: Float[Tensor, "in in"]) -> None:

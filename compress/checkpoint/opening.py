@@ -156,7 +156,7 @@ def _sum_in_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.bias is None:
         rows = head.out_features
-        head.forward = lambda x: (x.sum(-1, keepdim=True) * PLACEHOLDER).expand(*x.shape[:-1], rows)
+        head.forward = lambda input: (input.sum(-1, keepdim=True) * PLACEHOLDER).expand(*input.shape[:-1], rows)
 
 
 def _has_weights(folder: Path) -> bool:

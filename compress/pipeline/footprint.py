@@ -43,8 +43,8 @@ SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
 LINEAR_BYTES = 25_000
 """Memory of a linear without its weights: its modules, tensors without elements, names, results and entries of the
-journal. Measured on blocks of 64 to 512 experts, 64 wide, with the process of eval/benchmarks/memory.py; it matters where
-the experts are many and small."""
+journal. Measured on blocks of 64 to 512 experts, 64 wide, with the process of eval/benchmarks/memory.py; it matters
+where the experts are many and small."""
 ROUTING_BYTES = 4 * 8  # of a token: the numbers of the experts that it has chosen, if these are eight
 EVALUATION, TEXTS, COPIED = "evaluation", "reading texts", "copied tensors"
 

@@ -108,7 +108,9 @@ def block_works(opened: OpenModel, counts: Sequence[int], length: int) -> list[B
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model without data."""
     empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, empty).to(torch.device("meta"))  # and its buffers
+    copied = copy.deepcopy(model, empty)
+    nn.Module.to(copied, "meta")  # its buffers, in place
+    return copied
 
 
 def _tokens(product: Product) -> float:

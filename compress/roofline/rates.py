@@ -106,7 +106,8 @@ def fitted_seconds(
         operations: per second.
         bandwidth: bytes per second.
     """
-    least = dict.fromkeys(OPERATIONS, 1 / operations) | dict.fromkeys(NUMBERS, NUMBER / bandwidth)
+    least: dict[str, float] = dict.fromkeys(OPERATIONS, 1 / operations)
+    least |= dict.fromkeys(NUMBERS, NUMBER / bandwidth)
     lower = np.array([least.get(kind, 0.0) for kind in KINDS])
     amounts = np.array([list(work.amounts.values()) for work, _ in samples])
     seconds = np.array([taken for _, taken in samples])
@@ -124,7 +125,7 @@ def measured_limits() -> tuple[float, float]:
     with torch.no_grad():
         for _ in range(REPEATS + 1):
             begin = process_time()
-            matrix @ matrix
+            torch.matmul(matrix, matrix)
             middle = process_time()
             target.copy_(numbers)
             product.append(middle - begin)

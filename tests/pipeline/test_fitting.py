@@ -130,7 +130,9 @@ def test_under_a_limit_activations_in_a_block_are_computed_again_and_no_byte_cha
 def test_each_remedy_that_is_named_is_enough(remedy, long):
     in_lockstep = GPTQ(error="asymmetric")  # what waits for the comparison is not recomputed
     alone = long().calibration.model_copy(update={"batch": 1})
-    limit = LIBRARIES_BYTES + needs(long(in_lockstep, calibration=alone))[1] - 2 * STATES  # stores in files save one of them
+    limit = (
+        LIBRARIES_BYTES + needs(long(in_lockstep, calibration=alone))[1] - 2 * STATES
+    )  # stores in files save one of them
     with pytest.raises(ShortageError) as caught:
         compress.plan(long(in_lockstep), memory=limit)
     said = str(caught.value)

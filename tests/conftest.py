@@ -8,6 +8,7 @@ import torch
 
 if not torch.cuda.is_available():  # Triton's interpreter runs GPU kernels; triton, which others import, reads this once
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.pop("COLUMNS", None)  # of the processes of pytest-xdist; a test sees a pipe unless it sets a width
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, too: no test asks the hub, which would be tried again for half a minute
 
 import gc

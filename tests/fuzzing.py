@@ -95,8 +95,8 @@ SOURCES: dict[str, Callable[[Path], object]] = {
     "fp8": lambda folder: quantized_sources.fp8(quantized_sources.qwen3(), folder),
     "fp8-static": lambda folder: quantized_sources.fp8(quantized_sources.llama(), folder, None),
     "mxfp4": lambda folder: quantized_sources.mxfp4(quantized_sources.gpt_oss(), folder),
-    "modelopt-fp8": lambda folder: quantized_sources.modelopt_fp8(quantized_sources.llama(), folder),
-    "modelopt-nvfp4": lambda folder: quantized_sources.modelopt_nvfp4(quantized_sources.llama(), folder),
+    "modelopt-fp8-of-others": lambda folder: quantized_sources.modelopt_fp8(quantized_sources.llama(), folder),
+    "modelopt-nvfp4-of-others": lambda folder: quantized_sources.modelopt_nvfp4(quantized_sources.llama(), folder),
 }
 """Writers of sources that other programs have quantized, by name; they have no digests."""
 

@@ -174,15 +174,19 @@ def made(arguments: list[str]) -> None:
     assert wanted and set(wanted) <= targets
 
 
+SERVERS = ("onnxruntime-genai", "onnx", "onnx-ir")
+"""Packages of other programs, in blocks that say that they are not run."""
+
+
 def installed(arguments: list[str]) -> None:
-    """pip install of this project, with extras that it has."""
+    """pip install of this project, with extras that it has, or of a server."""
     assert arguments[0] == "install"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = set(re.findall(r"^([a-z-]+) = \[", project.partition("[project.optional-dependencies]")[2], re.MULTILINE))
     for word in arguments[1:]:
         asked = re.search(r"\[(.*)\]", word)
         assert not asked or set(asked[1].split(",")) <= extras
-        assert word.startswith(("-", ".", "compress-llm", "'.", '".')), word
+        assert word.startswith(("-", ".", "compress-llm", "'.", '".')) or word in SERVERS, word
 
 
 def scripted(arguments: list[str]) -> None:

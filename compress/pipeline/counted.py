@@ -11,6 +11,7 @@ from compress.checkpoint.kinds_of_blocks import open_kinds_of_blocks
 from compress.checkpoint.opening import open_for_plan
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.errors import ModelError
+from compress.layers.linear import linears
 from compress.passes.contract.passes import ModelPass
 from compress.pipeline.checks import check_all
 from compress.pipeline.dequantized import kept_codes
@@ -71,7 +72,8 @@ def counted(recipe: Recipe, device: torch.device) -> Counted:
     dense = planned.dense_bytes + _repeated_bytes(resolved, facts, counts)[1]
     placed = replace(resolved, opened=replace(opened, device=device))
     placed = replace(placed, form=placed.opened if resolved.form is opened else resolved.form)
-    footprint, reason, blocks = footprint_of(placed), "", None
+    unbuilt = sum((count - 1) * len(linears(b.module)) for b, count in zip(opened.blocks, counts, strict=True))
+    footprint, reason, blocks = replace(footprint_of(placed), unbuilt_linears=unbuilt), "", None
     try:
         blocks = tuple(block_works(opened, counts, footprint.length))
     except ModelError as error:

@@ -84,7 +84,8 @@ class Footprint:
     store_bytes: the memory limit of an activation store. copies_bytes: the most memory that the kernels' copies of
     packed weights may take; where all take more, the evaluation holds those of one block. inputs_at_once: the most
     input tensors of a block whose statistics are in memory at once; None: those of all layers. recomputes: whether
-    activations inside of a block are computed again instead of stored (`recomputed`).
+    activations inside of a block are computed again instead of stored (`recomputed`). unbuilt_linears: linears of the
+    blocks that are not there because equal ones stand for them.
     """
 
     resolved: ResolvedRecipe
@@ -94,6 +95,7 @@ class Footprint:
     inputs_at_once: int | None = None
     recomputes: bool = False
     several: bool = False
+    unbuilt_linears: int = 0
     tokens: int = field(init=False)
     length: int = field(init=False)
 
@@ -161,7 +163,7 @@ class Footprint:
         has_model_pass = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         outside = "tensors outside of the blocks"
         rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
-        rows["modules of linears"] = len(self.opened.linear_names()) * LINEAR_BYTES
+        rows["modules of linears"] = (len(self.opened.linear_names()) + self.unbuilt_linears) * LINEAR_BYTES
         always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
         needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]

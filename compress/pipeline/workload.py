@@ -19,6 +19,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.errors import ModelError
 from compress.layers.linear import linears
 from compress.models.structure.blocks import Block, has_two_stacks
+from compress.passes.contract.counted_work import CountedWork
 from compress.passes.contract.observers import Nothing
 from compress.passes.contract.passes import LayerPass, Pass
 from compress.pipeline.footprint import Footprint
@@ -153,7 +154,7 @@ def workload(
 def _uncounted(step: LayerPass, name: str, footprint: Footprint) -> bool:
     """Return whether the work of a layer is not counted."""
     mine = own_options(step, name)
-    return not isinstance(mine, LayerPass) or mine.work(footprint.shapes[name]) is None
+    return not isinstance(mine, CountedWork) or mine.work(footprint.shapes[name]) is None
 
 
 def inputs_of(block: BlockWork, names: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> Iterator[ReadTensor]:
@@ -186,7 +187,7 @@ def layer_work(
     work = block.sequence * (sequences * (groups + step.requires.reference))
     for item in inputs:
         work += step.observer.work(item.width, tokens * item.share)
-        if step.observer is not Nothing:
+        if step.observer is not Nothing and isinstance(step, CountedWork):
             work += step.shared_work(item.width)
     stages = [[item] for item in inputs] if step.true_sequential else [list(inputs)]
     for stage in stages:
@@ -198,7 +199,7 @@ def layer_work(
 def layer_solution(step: Pass, name: str, shape: tuple[int, int]) -> Work:
     """Count the solution of one layer, and its installation."""
     mine = own_options(step, name)
-    work = mine.work(shape) if isinstance(mine, LayerPass) else None
+    work = mine.work(shape) if isinstance(mine, CountedWork) else None
     assert work is not None, "uncounted passes are listed before"
     return work + Work(installs=shape[0] * shape[1], layers=1)
 

@@ -110,6 +110,7 @@ def test_what_is_known_is_listed(run, pico):
         "summary",
         "text",
         "use_for",
+        "cost",
         "not_for",
         "paper",
         "needs",
@@ -120,7 +121,7 @@ def test_what_is_known_is_listed(run, pico):
         "measured",
         "protocol",
     }
-    assert set(page["options"][0]) == {"name", "values", "default", "description"}
+    assert set(page["options"][0]) == {"name", "values", "default", "description", "own"}
     assert set(page["measured"][0]) == {
         "table",
         "name",

@@ -22,6 +22,7 @@ PASSES = {
     "awq": RTN(group_size=32),
     "dense": compress.Wanda(),
     "bitsandbytes": RTN(weights="nf4"),
+    "modelopt": RTN(weights="fp8_e4m3", group_size="channel", activations="fp8_e4m3"),
 }
 
 

@@ -149,7 +149,7 @@ def test_the_command_prints_a_line_per_kind_and_writes_a_card(written, tmp_path)
     assert found.exit_code == 0, found.output
     assert "0 (lossless)" in found.output and "model card" in found.output
     card = (tmp_path / "a" / "README.md").read_text()
-    assert "int4, group 32" in card and "GPTQModel, AutoAWQ read such checkpoints too" in card
+    assert "int4, group 32" in card and "GPTQModel, AutoAWQ, vLLM read such checkpoints too" in card
     again = CliRunner().invoke(main, ["export", str(source), "--format", "bitsandbytes", "-o", str(tmp_path / "b")])
     assert again.exit_code == 2 and "add requantize" in again.output
 

@@ -218,7 +218,12 @@ def test_sizes_in_python(memory, long, tmp_path):
 
 def test_the_teacher_of_a_pass_over_the_whole_model_is_no_second_model(long):
     found, _ = needs(long(RTN(), Distill(train="scales", steps=1)))
-    assert set(found["passes[1] distill"].parts) == {"tensors outside of the blocks", "all blocks", "the pass"}
+    assert set(found["passes[1] distill"].parts) == {
+        "tensors outside of the blocks",
+        "all blocks",
+        "the pass",
+        "modules of linears",
+    }
 
 
 def test_copies_of_packed_weights_that_are_too_large_are_made_block_by_block(long):

@@ -182,7 +182,7 @@ def test_devices_are_complete():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("H100", "device H100: unknown device; known: V100, .*, H100-PCIe, H100-SXM, .*, here, or '{tflops: 100"),
+        ("H1000", "device H1000: unknown device; known: V100, .*, H100-PCIe, H100-SXM, .*, here, or '{tflops: 100"),
         ("{tflops: 1", "device {tflops: 1: cannot be read; write '{tflops: 100"),
         ("{tflops: 1, gbps: 2}", "device: memory_gb missing; write for example"),
         ("{tflops: 1, gbps: 2, memory: 3}", r"device: memory: unknown; did you mean 'memory_gb'\?"),

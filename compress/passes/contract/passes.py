@@ -37,7 +37,6 @@ from compress.passes.contract.layers import BlockInputs, Layer, Solution, Survey
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import CrossGram, Nothing, Observer
 from compress.passes.contract.options import Options, patterns
-from compress.roofline.work import Work
 
 if TYPE_CHECKING:
     from compress.passes.contract.context import Run
@@ -234,18 +233,6 @@ class LayerPass(Pass):
 
     def memory(self, size: ProblemSize) -> int:
         return COPIES * 4 * size.shape[0] * size.shape[1]
-
-    def shared_work(self, width: int) -> Work:
-        """Count the work that is done once for all layers that read the same input, in every process.
-
-        Args:
-            width: channels of the input.
-        """
-        return Work()
-
-    def work(self, shape: tuple[int, int]) -> Work | None:
-        """Count the work of solving a layer (out, in), without `shared_work`; None: it is not counted."""
-        return None
 
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], statistics: Any, layer: Layer) -> Solution:

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.numerics.linalg import DAMPING, SHRINKAGE, Regularization, factor_operations
+from compress.passes.contract.counted_work import CountedWork
 from compress.passes.contract.observers import CrossGram, Gram, Observer, UnitCrossGram, UnitGram
 from compress.passes.contract.passes import LayerPass
 from compress.roofline.work import Work
@@ -60,7 +61,7 @@ class HessianPass(RegularizedPass):
         return self.hessian
 
 
-class CompensatingPass(HessianPass):
+class CompensatingPass(CountedWork, HessianPass):
     """A layer pass that fits the layer's output on the calibration inputs.
 
     Attributes:

@@ -9,13 +9,14 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.numerics.quant.codes import Codes
+from compress.passes.contract.counted_work import CountedWork
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.observers import Nothing
 from compress.passes.families.quantizing import QuantizingPass
 from compress.roofline.work import Work
 
 
-class RTN(QuantizingPass):
+class RTN(CountedWork, QuantizingPass):
     """Round each weight to the nearest value of the grid; needs no calibration text.
 
     With block_rows, some rows share their scales: blocks of rows and columns, or, with group_size: channel, groups of

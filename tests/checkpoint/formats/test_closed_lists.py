@@ -21,6 +21,7 @@ PASSES = {
     "awq": {"rtn": {"weights": "int4", "group_size": 16, "symmetric": False}},
     "bitsandbytes": {"rtn": {"weights": "nf4", "group_size": 32}},
     "mlx": {"rtn": {"weights": "uint4", "group_size": 32}},
+    "modelopt": {"rtn": {"weights": "fp8_e4m3", "group_size": "channel", "activations": "fp8_e4m3"}},
     "dense": {"rtn": {"weights": "int4", "group_size": 16}},
 }
 LAYER = "model.layers.1.mlp.up_proj"

@@ -74,7 +74,7 @@ def test_names_and_bits_agree():
     fixed |= dict.fromkeys(("uint2_tile", "uint3_tile", "uint4_tile"), 16)
     assert {grid.name: grid.group_size for grid in GRIDS.values() if grid.group_size} == fixed
     assert {grid.name: grid.block for grid in ALL if grid.block > 1} == {
-        n: 16 if n.endswith("_tile") else 256 for n in fixed if n.endswith(("_k", "_xs", "_tile"))
+        n: 16 if n.endswith("_tile") else 256 for n in fixed if n.endswith(("_k", "iq4_xs", "_tile"))
     }
 
 

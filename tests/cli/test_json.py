@@ -127,6 +127,7 @@ def test_what_is_known_is_listed(run, pico):
         "name",
         "passes",
         "perplexity",
+        "kl",
         "note",
         "seconds",
         "peak_mb",

@@ -135,7 +135,8 @@ def test_what_is_known_is_listed(run, pico):
     }
     assert all(set(row) == {"name", "summary", "passes", "save"} for row in document("schemes"))
     devices = document("roofline", "--devices")
-    assert all(set(row) == {"name", "rates", "bandwidth", "memory", "call_seconds"} for row in devices)
+    fields = {"name", "rates", "bandwidth", "memory", "call_seconds", "kind", "other_names"}
+    assert all(set(row) == fields for row in devices)
 
 
 def test_models_are_measured_and_compared(run, pico, tmp_path):

@@ -112,7 +112,7 @@ def size_notes(resolved: ResolvedRecipe, checkpoint_bytes: int, dense_bytes: int
     before, after = (embeddings_of(opened) for opened in (resolved.opened, resolved.form))
     if before.tied and not after.tied:
         text += (
-            ": the head, which was tied to the embeddings, has a weight of its own; compress both with "
+            ": the head, which was tied to the embeddings, is stored separately; compress both with "
             "rtn: {weights: int8, group_size: channel, targets: [lm_head, embed_tokens]} as the last pass"
         )
     return [text]

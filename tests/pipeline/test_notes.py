@@ -67,7 +67,7 @@ def test_checkpoints_larger_than_the_model(recipe, pico, tmp_path):
     chain = Rotate(), RTN(weights="int8", group_size="channel")
     options = {"model": str(tmp_path / "one"), "eval": None, "dtype": "float32", "save": {"format": "native"}}
     [note] = notes(recipe(*chain, **options), "larger than the uncompressed model")
-    assert "the head, which was tied to the embeddings, has a weight of its own" in note
+    assert "the head, which was tied to the embeddings, is stored separately" in note
     advised = RTN(weights="int8", group_size="channel", targets=["lm_head", "embed_tokens"])
     assert f"rtn: {{weights: int8, group_size: channel, targets: [{', '.join(advised.targets)}]}}" in note
     assert notes(recipe(*chain, advised, **options), "larger than the uncompressed model") == []

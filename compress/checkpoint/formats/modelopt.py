@@ -104,9 +104,8 @@ class ModelOpt(Format):
         return "transformers does not read format modelopt"
 
     def left_out(self, names: Collection[str]) -> list[str]:
-        ends = {"k_scale": "the KV cache", "v_scale": "the KV cache"}
-        found = {text for name in names for leaf, text in ends.items() if name.endswith(f".{leaf}")}
-        return [f"scales of {text} are left out, so it is not rounded" for text in sorted(found)]
+        has_scales = any(name.endswith((".k_scale", ".v_scale")) for name in names)
+        return ["scales of the KV cache are left out, so it is not rounded"] if has_scales else []
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")

@@ -6,7 +6,7 @@ from compress.roofline.work import Work
 
 
 class CountedWork:
-    """A base, beside that of its kind, of a layer pass whose work depends on the shapes of the layers alone."""
+    """An optional second base of a layer pass whose work depends on the shapes of the layers alone."""
 
     def shared_work(self, width: int) -> Work:
         """Count the work that is done once for all layers that read the same input, in every process.

@@ -74,6 +74,7 @@ COMPILED = ("attention",)
 REFUSED = {
     "peer_llamacpp": ("losses {pico} {test} {new}", "llama-cpp-python is not installed here"),
     "peer_llmcompressor": ("gptq " + PROTOCOL, "needs llmcompressor"),
+    "peer_wide": ("gptq --model {folder} --sequences 1 --threads 1", "needs llmcompressor"),
     "versus_llmcompressor": (
         "{rtn} --method gptq --peer-python {python} " + PROTOCOL,
         "needs a Python with llmcompressor",

@@ -16,6 +16,7 @@ RETRIES = 4
 SHRINKAGE = 0.1  # measured best of 0 to 0.2 on text of the calibration text's kind (eval/LOG.md)
 SMALL = 128  # triangular matrices up to this width are inverted in one call; measured best of 64, 128, 256
 SINGULAR = 8.0  # rounding errors: a smaller pivot, relative to its diagonal entry, is that of a singular matrix
+STRIP = 1024  # rows or columns of a product with a triangular matrix
 GPU_SMALL = 1024  # width on a GPU, where launches dominate small products
 
 
@@ -96,11 +97,11 @@ def _alive(diagonal: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Te
 
 
 def factor_bytes(width: int) -> int:
-    """Return the peak memory of `inverse_factor` in bytes, with its float32 matrix: 2.5 times the size of the matrix.
+    """Return the peak memory of `inverse_factor` in bytes, with its float32 matrix: at most 2.5 times its size.
 
-    Matrix, its factor, which is inverted in place, and two blocks of a quarter of its size.
+    The matrix, its factor, which is inverted in place, and a strip of a product by which it is inverted.
     """
-    return 10 * width * width
+    return 8 * width * width + 2 * min(STRIP, (width + 1) // 2) * width
 
 
 def factor_operations(width: int) -> float:
@@ -164,7 +165,13 @@ def inverse_of_upper_(matrix: Float[Tensor, "n n"]) -> None:
     upper_left, upper_right, lower_right = matrix[:half, :half], matrix[:half, half:], matrix[half:, half:]
     inverse_of_upper_(upper_left)
     inverse_of_upper_(lower_right)
-    upper_right.copy_((upper_left @ upper_right).neg_() @ lower_right)
+    # strip by strip in place, without the zeros below the diagonals
+    for start in range(0, half, STRIP):
+        strip = slice(start, start + STRIP)
+        upper_right[strip] = (upper_left[strip, start:] @ upper_right[start:]).neg_()
+    for start in reversed(range(0, size - half, STRIP)):
+        strip, stop = slice(start, start + STRIP), min(start + STRIP, size - half)
+        upper_right[:, strip] = upper_right[:, :stop] @ lower_right[:stop, strip]
 
 
 def solve_positive(

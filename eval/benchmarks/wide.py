@@ -1,14 +1,17 @@
 """Seconds, peak memory and output error of passes on one block of the width of models that people compress.
 
     python eval/benchmarks/wide.py --folder DIR [SHAPE...] [--passes NAME...] [--memory 9] [--threads 2] [--sequences 8] \
-        [--length 256] [--divide 1]
+        [--length 256] [--divide 1] [--peer-python ENV/bin/python]
 
 SHAPE: a name of SHAPES; all by default. The weights are random, the vocabulary has 1,024 tokens. Each pass runs in a
 separate process, which may take --memory GB (RLIMIT_DATA). DIR holds the models and, for each pass, a file with its
 figures: the same command continues after a crash, and runs nothing again. --divide makes every width smaller.
+--peer-python: a Python with llm-compressor, whose methods of the same kind are run on the same model (peer_wide.py); it
+may take any memory.
 
 Prints a table: seconds and CPU seconds from opening the model to the checkpoint on disk, the peak of the process
-(ru_maxrss) in MB, and the relative error of the block's output on as many other sequences.
+(ru_maxrss) in MB, and the relative error of the block's output on as many other sequences. The seconds of the peer are
+those of its method on the loaded model, without writing anything.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +64,15 @@ PASSES: dict[str, list[dict[str, Any]]] = {
     "signround": [{"signround": {"iterations": 20}}],
 }
 """Passes by the name of their line."""
+PEER: dict[str, str] = {
+    "rtn": "rtn",
+    "gptq": "gptq",
+    "gptq-unrefined": "gptq-no-order",
+    "wanda-2:4": "wanda-2:4",
+    "sparsegpt-2:4": "sparsegpt-2:4",
+    "awq": "awq",
+}
+"""Methods of peer_wide.py by the pass that they are compared with."""
 VOCABULARY = 1024
 DIVIDED = ("_size", "_heads")
 
@@ -71,6 +84,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="NAME")
     for name, value in (("memory", 9.0), ("threads", 2), ("sequences", 8), ("length", 256), ("divide", 1)):
         parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--peer-python", metavar="PATH")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = set(arguments.shapes) - set(SHAPES)
@@ -85,6 +99,8 @@ def main() -> None:
         model_of(arguments, shape)
         for name in arguments.passes:
             print(line(shape, name, figures(arguments, shape, name)), flush=True)
+            if arguments.peer_python and name in PEER:
+                print(line(shape, f"llm-compressor {PEER[name]}", of_peer(arguments, shape, PEER[name])), flush=True)
 
 
 def model_of(arguments: argparse.Namespace, shape: str) -> Path:
@@ -106,12 +122,24 @@ def model_of(arguments: argparse.Namespace, shape: str) -> Path:
 
 def figures(arguments: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
     """The figures of a pass: those that are kept, or new ones."""
-    kept = model_of(arguments, shape) / f"{name.replace(':', '-')}.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
     options = [f"--{n}={getattr(arguments, n)}" for n in ("memory", "threads", "sequences", "length", "divide")]
     command = [sys.executable, __file__, shape, "--one", f"--folder={arguments.folder}", *options, "--passes", name]
-    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+    return run_once(model_of(arguments, shape) / f"{name.replace(':', '-')}.json", command, arguments.threads)
+
+
+def of_peer(arguments: argparse.Namespace, shape: str, method: str) -> dict[str, Any]:
+    """The figures of a method of llm-compressor: those that are kept, or new ones."""
+    model = model_of(arguments, shape)
+    command = [arguments.peer_python, str(Path(__file__).parent / "peer_wide.py"), method, f"--model={model}"]
+    command += [f"--{n}={getattr(arguments, n)}" for n in ("threads", "sequences")]
+    return run_once(model / f"llm-compressor-{method.replace(':', '-')}.json", command, arguments.threads)
+
+
+def run_once(kept: Path, command: list[str], threads: int) -> dict[str, Any]:
+    """The figures that a command prints in its last line, which are kept in a file."""
+    if kept.exists():
+        return json.loads(kept.read_text())
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
@@ -156,7 +184,8 @@ def measured(model: Path, name: str, arguments: argparse.Namespace) -> dict[str,
         perf_counter(),
         resource.getrusage(resource.RUSAGE_SELF),
     )
-    compress.run(recipe, out, overwrite=True, progress=False)
+    shutil.rmtree(out, ignore_errors=True)  # a run that was killed would be continued
+    compress.run(recipe, out, progress=False)
     seconds, after = perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
     return {
         "seconds": seconds,

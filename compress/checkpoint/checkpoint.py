@@ -25,13 +25,14 @@ from compress.checkpoint.formats.native import WEIGHTS, Native
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import DequantizedWeight, StoredLayers, StoredTensor, check_finite
 from compress.checkpoint.recognize import recognize
-from compress.checkpoint.sources.files import MLX_KEY, fingerprint_of, stated_quantization
+from compress.checkpoint.sources.files import fingerprint_of
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import lacking, match, undeclared
 from compress.checkpoint.sources.skeleton import empty_model, read_config
+from compress.checkpoint.sources.stated import MLX_KEY, stated_quantization
 from compress.checkpoint.sources.stored import Place, stored_in, stored_tensors
 from compress.checkpoint.sources.untrusted import check_folder, read_json
 from compress.checkpoint.tensors import Reading, StoredTensors
@@ -39,19 +40,20 @@ from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
 from compress.layers.linear import linears, shape_of
 from compress.layers.scheme import LayerScheme
-from compress.models.caches.base import CONFIG_KEY, CachePolicy, tensor_names
+from compress.models.caches.base import CachePolicy, tensor_names
 from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, reads_weight, to_device
 from compress.models.experts import open_experts, renamed, unstacked
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
 from compress.models.tensors import assign
+from compress.models.terms import CACHE_KEY
 from compress.numerics.dtypes import SAFETENSORS
 
 MASKED_KEY = "compress_masked"
 """The entry of config.json that lists the linears whose zeros are pruned weights."""
 UNDECLARED = "compress_undeclared"
 """The attribute of a loaded model with `Checkpoint.undeclared`."""
-STATED = ("quantization_config", MLX_KEY, CONFIG_KEY)
+STATED = ("quantization_config", MLX_KEY, CACHE_KEY)
 """The entries of config.json of a compressed checkpoint."""
 NARROW = (torch.bfloat16, torch.float16)
 """The stored dtypes whose numbers float32 holds exactly."""
@@ -143,7 +145,7 @@ class Checkpoint:
             config: the `quantization_config`.
         """
         checkpoint = cls(files[0].parent, model.config.name_or_path or "this model", _model=model)
-        record = getattr(model.config, CONFIG_KEY, None)
+        record = getattr(model.config, CACHE_KEY, None)
         stated_format, values = _format_of(config, checkpoint.source)
         checkpoint.stated = Statement(model.config, stated_format, values, record, frozenset())
         checkpoint.stored = {name: place for path in files for name, place in stored_in(path).items()}
@@ -161,7 +163,7 @@ class Checkpoint:
         """The content of config.json."""
         config = read_config(self.folder, self.source, self.trust_remote_code)
         quantization = stated_quantization(vars(config), self.folder)
-        caches = vars(config).get(CONFIG_KEY)
+        caches = vars(config).get(CACHE_KEY)
         for key in (*STATED, WEIGHTS):
             vars(config).pop(key, None)
         format_, quantization = _format_of(quantization, self.source)

@@ -18,8 +18,8 @@ from compress.checkpoint.sources.files import read_sentence_files, read_side_fil
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import commit_of, fetch_code, folder_of
 from compress.checkpoint.sources.narrow import narrow_dtype
-from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.supported import check_supported
+from compress.checkpoint.sources.weight_files import weight_files
 from compress.models.computation import widened
 from compress.models.experts import open_experts
 from compress.models.structure.blocks import Block, find_blocks

@@ -9,10 +9,11 @@ from typing import Any
 
 from compress.checkpoint.checkpoint import is_compressed
 from compress.checkpoint.containers.digests import SUMS
-from compress.checkpoint.containers.gguf import FILE
-from compress.checkpoint.sources.files import is_side_file, stated_quantization
+from compress.checkpoint.containers.gguf_header import FILE
+from compress.checkpoint.sources.files import is_side_file
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import folder_of
+from compress.checkpoint.sources.stated import stated_quantization
 from compress.checkpoint.sources.stored import Place, stored_tensors
 from compress.checkpoint.sources.tensor_roles import TensorRoles
 from compress.checkpoint.sources.untrusted import check_folder, read_json

@@ -23,7 +23,13 @@ from compress.checkpoint.checkpoint import MASKED_KEY
 from compress.checkpoint.codec import Codec, Outside, ShardContent, ShardEntry, layer_schemes
 from compress.checkpoint.containers.digests import LOADED, write_digests
 from compress.checkpoint.containers.files import RESUMES, atomic, reason_of, write_json, write_text
-from compress.checkpoint.containers.safetensors import INDEX, Header, shard_name, write_shard, write_streamed
+from compress.checkpoint.containers.safetensors_writing import (
+    Headers,
+    shard_name,
+    write_index,
+    write_shard,
+    write_streamed,
+)
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import check_together, dense_modules, named_as_stored
@@ -131,12 +137,10 @@ class CheckpointWriter:
             assembled: sha256 of the one file of a one-file format.
         """
         digests = {entry.file: entry.sha256 for entry in self.shards.values()}
-        weight_files = [*digests, INDEX]
         if assembled is None:
-            _write_index(self.staging, self.shards.values())
+            weight_files = [*digests, _write_index(self.staging, self.shards.values())]
         else:
-            weight_files = [str(format_.file)]
-            digests = {str(format_.file): assembled}
+            weight_files, digests = [str(format_.file)], {str(format_.file): assembled}
         tokenizer_files = _write_tokenizer(self.opened, self.staging)
         config = self._config(format_, schemes, dtype)
         write_json(self.staging / "config.json", config)
@@ -171,11 +175,10 @@ class CheckpointWriter:
         return config
 
 
-def _write_index(folder: Path, shards: Collection[ShardEntry]) -> None:
-    """Write the file that names the shard of every tensor."""
+def _write_index(folder: Path, shards: Collection[ShardEntry]) -> str:
+    """Write the file that names the shard of every tensor, and return its name."""
     weight_map = {name: entry.file for entry in shards for name in entry.names}
-    total = sum(entry.size_bytes for entry in shards)
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return write_index(folder, weight_map, sum(entry.size_bytes for entry in shards))
 
 
 @dataclass
@@ -190,9 +193,7 @@ class TensorWriter:
     folder: Path
     shards: list[ShardEntry] = field(default_factory=list)
 
-    def add(
-        self, number: int, count: int, headers: Mapping[str, Header], tensors: Iterable[tuple[str, Tensor]]
-    ) -> ShardEntry:
+    def add(self, number: int, count: int, headers: Headers, tensors: Iterable[tuple[str, Tensor]]) -> ShardEntry:
         """Write shard `number` (from 1) of `count`.
 
         Args:

@@ -25,6 +25,7 @@ def bench(model: str, against: str | None, dtype: str, compiled: bool, activatio
     """Measure the speed of MODEL, a compressed checkpoint or any other model: loading, memory, decoding, prefill."""
     from compress.evaluation import speed
     from compress.pipeline.progress import Waiting
+    from compress.results.measurements.speed import table
 
     with Waiting(f"measuring the speed of {model}") as waiting:
         result = speed.bench(model, against, dtype, compiled, activations, waiting.count)
@@ -33,4 +34,4 @@ def bench(model: str, against: str | None, dtype: str, compiled: bool, activatio
         return
     bandwidth = f"{result.read_bandwidth / 1e9:.1f} GB/s"
     title = f"{result.instruction_set} kernels, threads: {result.threads}, read bandwidth: {bandwidth}"
-    print_table(ResultTable(title, ("", *result.models), speed.table(result)))
+    print_table(ResultTable(title, ("", *result.models), table(result)))

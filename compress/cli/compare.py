@@ -41,22 +41,26 @@ def compare(
 ) -> None:
     """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
     from compress.checkpoint.containers.files import check_output_file, write_text
-    from compress.evaluation.gate import check_models
-    from compress.pipeline.compare import compare as compare_models
+    from compress.report.pareto import Variants
+    from compress.results.gate import check_models
 
     if out is not None:
         check_output_file(out, (".svg", ".html"))
-    measured = measure or base is not None
-    variants = compare_models(
-        models,
-        base,
-        settings_of(options) if measured else None,
-        work=work,
-        dtype=dtype,
-        device=device,
-        progress=True,
-        on_failure=print_evaluation,
-    )
+    if measure or base is not None:
+        from compress.pipeline.compare import compare as measured
+
+        variants = measured(
+            models,
+            base,
+            settings_of(options),
+            work=work,
+            dtype=dtype,
+            device=device,
+            progress=True,
+            on_failure=print_evaluation,
+        )
+    else:
+        variants = Variants.from_reports([Path(model) for model in models])
     if as_json:
         print_json([variant.model_dump() for variant in variants.models])
     else:

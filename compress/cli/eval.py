@@ -14,8 +14,8 @@ from compress.cli.show import echo, print_sentence, print_table
 from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
-    from compress.evaluation.comparison import Comparison
     from compress.recipe.evaluation import Evaluate
+    from compress.results.comparison import Comparison
 
 SETTINGS = (
     click.option(
@@ -83,10 +83,10 @@ def evaluate(
 ) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
     from compress.checkpoint.containers.files import check_output_file, write_text
-    from compress.evaluation.gate import check_models
     from compress.models.computation import device_of
     from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate as evaluate_models
+    from compress.results.gate import check_models
 
     if out is not None:
         check_output_file(out, (".json",))

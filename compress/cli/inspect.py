@@ -13,7 +13,7 @@ from compress.cli.show import echo, print_json, print_sentence, print_table
 from compress.recipe.tables import ResultTable, megabytes
 
 if TYPE_CHECKING:
-    from compress.checkpoint.inspection import Inspection, Module
+    from compress.checkpoint.inspected import Inspection, Module
 
 
 @click.command("inspect")

@@ -21,9 +21,9 @@ from compress.cli.show import echo, print_json, print_report
 @click.option("--json", "as_json", is_flag=True, help="Print report.json.")
 def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool) -> None:
     """Write report.md and report.html of a run's FOLDER again from its report.json, and print the evidence."""
-    from compress.evaluation.result import json_schema
     from compress.pipeline.output import record_rewritten
     from compress.report.write import PAGE, read_report, write_report
+    from compress.results.result import json_schema
 
     if schema:
         print_json(json_schema())

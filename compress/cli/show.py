@@ -113,8 +113,8 @@ def _folded(text: str, width: int) -> str:
 
 def print_report(values: dict[str, Any], folder: Path) -> None:
     """Print the evidence of a run."""
-    from compress.evaluation.result import RunResult
     from compress.report.sections import checks, formats, journal, size_and_quality, time_and_memory
+    from compress.results.result import RunResult
 
     report = RunResult.from_json(values)
     title = f"{report.model.source} -> {folder}"

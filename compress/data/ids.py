@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +18,7 @@ from compress.data.dataset_rows import OFFLINE
 from compress.data.listed import check_listed, listed_sample, lists_of, share_of
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
 from compress.data.pieces import PIECE, Piece, TextShare, TextTally, draw, shared
+from compress.data.records import TextUse
 from compress.data.sources import check_file, check_source, read_pieces, template_name
 from compress.data.text_source import SECTIONS, GivenText, Part, TextSource, as_source
 from compress.data.tokenization import encode, join, stream_of
@@ -41,48 +41,6 @@ TOKEN_CHARACTERS = 3
 """Characters of a token, fewer than in most languages."""
 FILE_FACTOR = 4
 """Memory of the objects of a .json file, which is read whole, for each of its bytes."""
-
-
-class TextUse(BaseModel):
-    """The use of a text in a run, for its report.
-
-    part: calibration or test. sequences, length: of the chosen examples; the most tokens of one. sha256: of the
-    documents of the whole text; of those that were read, if it is streamed; of examples that are stored, sampled
-    or listed. documents: the number of the documents of `sha256`, None for stored or sampled ids. tokens: those that
-    sequences were chosen from, None if the text was not tokenized whole; of lists those of the chosen examples. forms,
-    template, skipped: as `Texts`. bos: whether each sequence begins with the beginning-of-sequence token that `sample`
-    was given. share: the share of a divided text that was read. streamed: whether reading ended with the last sequence.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    text: str
-    part: str
-    sequences: int
-    length: int
-    sha256: str
-    documents: int | None = None
-    skipped: int = 0
-    tokens: int | None = None
-    forms: list[str] = []
-    template: str | None = None
-    packing: bool | None = None
-    max_tokens_per_document: int | None = None
-    bos: bool = False
-    share: TextShare | None = None
-    streamed: bool = False
-
-    @classmethod
-    def of_examples(cls, text: str, part: str, examples: Examples, bos: bool = False) -> TextUse:
-        """The use of stored or sampled ids, or of a list."""
-        return cls(
-            text=text,
-            part=part,
-            sequences=len(examples),
-            length=examples.length,
-            sha256=examples.sha256(),
-            bos=bos,
-        )
 
 
 Sample = tuple[Examples, TextUse]
@@ -304,16 +262,6 @@ def reading_bytes(source: TextSource, part: Part, sequences: int | None, length:
     if part == "calibration" and count and not source.streaming:
         return DRAWN_BYTES * max(0, min(size_bytes, pool_characters(count * width)) - POOL) + whole_file
     return 3 * 8 * (count * width or size_bytes // TOKEN_CHARACTERS) + whole_file
-
-
-def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Divide a number in proportion to weights, by the largest remainders; of equal ones, the first."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in exact]
-    order = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])
-    for i in order[: total - sum(counts)]:
-        counts[i] += 1
-    return counts
 
 
 def windows(stream: Int[Tensor, " tokens"], length: int, prefix: Sequence[int] = ()) -> Int[Tensor, "windows length"]:

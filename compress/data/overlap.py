@@ -10,8 +10,8 @@ from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
+from compress.data.records import CalibrationSketch
 from compress.models.kinds.batch import IDS, IGNORED, TEXTS, Batch, Examples
 
 RUN = 32
@@ -27,26 +27,6 @@ EVEN, ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 Hashes = NDArray[np.uint64]
 
 
-class CalibrationSketch(BaseModel):
-    """Hashes of runs of the calibration tokens, as a report stores them.
-
-    Attributes:
-        run: Tokens of a run.
-        one_in: The hashes are those that this number divides: so many runs have one hash.
-        hashes: Sorted, 8 bytes each, little-endian, in base 64.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    run: int
-    one_in: int
-    hashes: str
-
-    def runs(self) -> CalibrationRuns:
-        """Return the runs to look up evaluation tokens in."""
-        return CalibrationRuns(np.frombuffer(base64.b64decode(self.hashes), "<u8"), self.run, self.one_in)
-
-
 @dataclass(frozen=True, eq=False)
 class CalibrationRuns:
     """The runs of tokens that calibration has read.
@@ -60,6 +40,11 @@ class CalibrationRuns:
     hashes: Hashes
     run: int
     one_in: int = 1
+
+    @classmethod
+    def of_sketch(cls, sketch: CalibrationSketch) -> CalibrationRuns:
+        """Return the runs of a sketch, to look up evaluation tokens in."""
+        return cls(np.frombuffer(base64.b64decode(sketch.hashes), "<u8"), sketch.run, sketch.one_in)
 
     @classmethod
     def of(cls, calibration: Examples, run: int = RUN) -> CalibrationRuns:

@@ -7,9 +7,7 @@ probabilities, scores by their order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +17,15 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.sources.files import Pooling
 from compress.errors import NumericError
-from compress.evaluation.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluation.base import EvaluationContext, Evaluator
 from compress.evaluation.store import digest_of
 from compress.models.forward import device_of_model
 from compress.models.kinds.batch import Batch, Examples
-from compress.models.kinds.contract import DISTRIBUTIONS, Compared, required_answer, run_on
+from compress.models.kinds.contract import DISTRIBUTIONS, required_answer, run_on
 from compress.models.kinds.kinds import kind_of
+from compress.models.terms import Compared
 from compress.numerics.statistics import Estimate, jackknife, mean, ratio, spearman
+from compress.results.measurements.agreement import Measure
 
 LONGEST_SPAN = 30  # tokens of an answer at most, as usual for SQuAD (Devlin 2019, run_squad.py: max_answer_length)
 
@@ -36,106 +36,10 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """The answers of the base and of the compressed model to every window."""
 
 
-class Measure(Record):
-    """A measure of agreement, and its standard error with windows as the units of sampling."""
-
-    value: float
-    stderr: float | None = None
-
-
-class TextAgreement(Record):
-    """The agreement of two models on one text of [windows, length] token ids.
-
-    Attributes:
-        text: Its name.
-        windows: Number of windows.
-        length: Tokens of a window.
-        sha256: Of the token ids.
-        compared: What is compared.
-        measures: By the keys of `MEASURE_WORDS`, the most important first.
-        overlap: As of `TextQuality`.
-    """
-
-    text: str
-    windows: int
-    length: int
-    sha256: str
-    compared: Compared
-    measures: dict[str, Measure]
-    overlap: float | None = None
-
-    @property
-    def main(self) -> tuple[MeasureWords, Measure]:
-        """The most important measure and its words."""
-        name, measure = next(iter(self.measures.items()))
-        return MEASURE_WORDS[name], measure
-
-
-@dataclass(frozen=True)
-class MeasureWords:
-    """Texts for a measure.
-
-    Attributes:
-        name: Its name in tables.
-        sentence: A sentence with {} for the value.
-        lost: Name of the distance from two equal models.
-        exact: Value of two equal models.
-        share: Whether it is shown in percent.
-    """
-
-    name: str
-    sentence: str
-    lost: str = ""
-    exact: float = 1.0
-    share: bool = False
-
-    @property
-    def perfect(self) -> str:
-        """The value of two equal models as text."""
-        return f"{self.exact:.0%}" if self.share else f"{self.exact:g}"
-
-    def value_text(self, measure: Measure) -> str:
-        """Format the value with its standard error, which has two significant digits if it is small."""
-        form = ".1%" if self.share else f".{decimals(measure.stderr)}f"
-        return f"{measure.value:{form}}" + ("" if measure.stderr is None else f" ± {measure.stderr:{form}}")
-
-
-def decimals(stderr: float | None) -> int:
-    """Return the number of decimals with which a standard error has two significant digits, from 4 to 7."""
-    return 4 if not stderr else min(max(1 - math.floor(math.log10(stderr)), 4), 7)
-
-
-MEASURE_WORDS = {
-    "cosine": MeasureWords(
-        "embeddings, cosine with the base model's", "the embeddings agree to {} (cosine)", "1 - cosine"
-    ),
-    "rank": MeasureWords(
-        "similarities of pairs of texts, rank agreement", "the similarities of pairs of texts rank as before to {}"
-    ),
-    "same": MeasureWords(
-        "same predicted class",
-        "the predicted class is that of the base model in {} of the cases",
-        "changed classes",
-        share=True,
-    ),
-    "kl": MeasureWords("KL divergence of the probabilities, nats", "KL divergence {} nats", exact=0.0),
-    "same_span": MeasureWords(
-        "same answer span", "the answer span is that of the base model in {} of the texts", "changed spans", share=True
-    ),
-    "overlap": MeasureWords("overlap of the answer spans (F1)", "the answer spans overlap to {} (F1)", share=True),
-    "score_rank": MeasureWords("scores, rank agreement", "the scores rank as before to {}", "1 - rank agreement"),
-    "score_error": MeasureWords(
-        "scores, difference relative to their spread", "the scores differ by {} of their spread", exact=0.0
-    ),
-}
-"""The measures by key. Rank agreement is Spearman's correlation."""
-
-
 class Agreement(Evaluator):
     """Agreement of both models on every text; None for a model with a language-model head."""
 
     needs_base: ClassVar[bool] = True
-    result_type: ClassVar[Any] = list[TextAgreement]
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """Compute, for each text, the answer to each window.
@@ -176,15 +80,6 @@ class Agreement(Evaluator):
             | {"measures": measures(measured["compared"], base[name]["answers"], measured["answers"])}
             for name, measured in compressed.items()
         ]
-
-    def summary(self, result: Sequence[TextAgreement]) -> list[SummaryRow]:
-        rows = []
-        for text in result:
-            shape = f"{text.text} ({text.windows} x {text.length} tokens)"
-            for name, measure in text.measures.items():
-                words = MEASURE_WORDS[name]
-                rows.append((f"{words.name}, {shape}", words.perfect, words.value_text(measure), ""))
-        return rows
 
 
 def key(index: int) -> str:

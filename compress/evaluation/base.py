@@ -21,9 +21,6 @@ from compress.recipe.evaluation import Evaluate
 Texts = Mapping[str, Examples]
 """The windows of the evaluation texts, by the name of the text."""
 
-SummaryRow = tuple[str, str, str, str]
-"""A row of the report's first table: quantity, before, after, ratio."""
-
 
 @dataclass(frozen=True)
 class EvaluationContext:
@@ -75,28 +72,21 @@ class EvaluationContext:
         return lambda count, of: self.run.journal.add("progress", "evaluate", message, done=count, of=of)
 
 
-class Record(BaseModel):
-    """A typed part of report.json; an unknown key in it is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class Evaluator(BaseModel, ABC):
     """One measurement. An evaluator is its configuration: a frozen value whose fields are its options.
 
-    An evaluator is one file of this folder; the file's name is its key in report.json.
+    An evaluator is one file of this folder; the file's name is its key in report.json. Its value has the type that the
+    measurement of the same name states (`compress.results.measurements`).
 
     Attributes:
         needs_base: Whether the base model is measured too, or only the compressed one.
         timed: Whether seconds are its result, so that the model is measured as it is used, in any memory.
-        result_type: Type of the value of `combine`, which `Measurements` validates; Any accepts every JSON value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     needs_base: ClassVar[bool] = False
     timed: ClassVar[bool] = False
-    result_type: ClassVar[Any] = Any
 
     @abstractmethod
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
@@ -110,26 +100,3 @@ class Evaluator(BaseModel, ABC):
             base: Result of the base model; None unless `needs_base`, and for a model that is not compared.
         """
         return {"base": base, "compressed": compressed} if self.needs_base else compressed
-
-    def summary(self, result: Any) -> list[SummaryRow]:
-        """Return the rows of the report's table of size and quality for a result of `result_type`."""
-        return []
-
-
-def overlap_in_words(text: str, overlap: float) -> str:
-    """Describe which share of an evaluation text the calibration of the model has read."""
-    return (
-        f"calibration has read {overlap:.1%} of the evaluation tokens of {text}, so its figures flatter the model; "
-        "evaluate on a text that calibration does not read"
-    )
-
-
-def plus_minus(value: float, error: float | None, form: str) -> str:
-    """Format a value and its standard error alike.
-
-    Args:
-        value: The value.
-        error: Its standard error; None if it is unknown.
-        form: Format of Python for both; a '+' in it is for the value alone.
-    """
-    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")

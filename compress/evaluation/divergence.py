@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.checkpoint.containers.files import atomic
-from compress.evaluation.base import Record
 from compress.numerics.statistics import mean, quantile, ratio
+from compress.results.measurements.perplexity import AtPositions, Divergence
 
 SHORT_IDS = 1 << 16  # vocabularies up to this size keep token ids in 16 bits
 SAMPLES = 32  # tokens drawn from the tail of each distribution
@@ -122,39 +122,6 @@ def rest_of(
 ) -> Float[Tensor, " targets"]:
     """Compute the log-probability of all tokens except `ids`; -inf if there is none."""
     return log_probabilities.scatter(-1, ids, -torch.inf).logsumexp(-1)
-
-
-class AtPositions(Record):
-    """Means over the targets at positions `first` to `last` of their windows."""
-
-    first: int
-    last: int
-    kl: float
-    agreement: float
-
-
-class Divergence(Record):
-    """The divergence of a variant from its base on one text, in nats per target.
-
-    Attributes:
-        mean: Mean over all targets.
-        stderr: Its standard error, with windows as the units of sampling.
-        median: Median over all targets.
-        p99: 99% quantile over all targets.
-        agreement: Fraction of targets where both models have the same most likely token.
-        agreement_stderr: Its standard error.
-        top_k: Number of most likely tokens that were stored of the base.
-        by_position: Means by position.
-    """
-
-    mean: float
-    stderr: float | None
-    median: float
-    p99: float
-    agreement: float
-    agreement_stderr: float | None
-    top_k: int
-    by_position: list[AtPositions]
 
 
 def summarized(windows: Sequence[tuple[list[float], list[int], list[int]]], top_k: int) -> Divergence:

@@ -14,13 +14,13 @@ import torch
 
 from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
 from compress.checkpoint.opened import OpenModel
-from compress.data.ids import TextUse
 from compress.data.overlap import CalibrationRuns
-from compress.evaluation.result import FormatResult, Predicted, Reproduction, RunResult, Sizes, Verification
+from compress.data.records import TextUse
 from compress.native.library import instruction_set
 from compress.numerics.dtypes import dtype_name
 from compress.passes.contract.context import Run
 from compress.recipe.sensitivities import FILE as SENSITIVITY
+from compress.results.result import FormatResult, Predicted, Reproduction, RunResult, Sizes, Verification
 from compress.version import __version__
 
 PACKAGES = (

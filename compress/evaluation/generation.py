@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.errors import NumericError
-from compress.evaluation.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluation.base import EvaluationContext, Evaluator
 from compress.evaluation.store import digest_of
 from compress.models.chat_template import prompt_inputs
 from compress.models.kinds.kinds import answers_prompts, prompt_length
 from compress.numerics.statistics import mean
+from compress.results.measurements.generation import GeneratedAnswer, GenerationResult
 
 TOKENS = 96  # of an answer; enough to see a loop
 GRAM = 4  # tokens of the n-grams that are counted; Welleck 2019 (arXiv 1908.04319), section 6.1, counts 4-grams
@@ -35,55 +36,10 @@ PROMPTS = (
 )
 
 
-class GeneratedAnswer(Record):
-    """A greedy answer.
-
-    Attributes:
-        prompt: The prompt.
-        text: The answer.
-        tokens: Number of its tokens.
-        ended: Whether it ended by itself.
-        repetition: Fraction of its 4-grams that occurred before.
-    """
-
-    prompt: str
-    text: str
-    tokens: int
-    ended: bool
-    repetition: float
-
-
-class GenerationResult(Record):
-    """Answers of both models to the same prompts.
-
-    Attributes:
-        prompts: Number of prompts.
-        longest: Maximum number of tokens of an answer.
-        agreement: Mean number of tokens before the answers differ.
-        agreement_stderr: Its standard error.
-        same: Fraction of prompts with equal answers.
-        ended: Fraction of answers that ended, of the base and of the compressed model.
-        repetition: Mean repetition, of the base and of the compressed model.
-        base: Answers of the base model.
-        compressed: Answers of the compressed model.
-    """
-
-    prompts: int
-    longest: int
-    agreement: float
-    agreement_stderr: float | None
-    same: float
-    ended: tuple[float, float]
-    repetition: tuple[float, float]
-    base: list[GeneratedAnswer]
-    compressed: list[GeneratedAnswer]
-
-
 class Generation(Evaluator):
     """Greedy answers to `PROMPTS`; None if the settings do not request it, or the model generates no text."""
 
     needs_base: ClassVar[bool] = True
-    result_type: ClassVar[Any] = GenerationResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """Compute the token ids and texts of all answers.
@@ -133,25 +89,6 @@ class Generation(Evaluator):
             base=pairs[0],
             compressed=pairs[1],
         ).model_dump(mode="json")
-
-    def summary(self, result: GenerationResult) -> list[SummaryRow]:
-        (base_ended, compressed_ended), (base_repetition, compressed_repetition) = result.ended, result.repetition
-        agreed = f"{result.same:.0%} equal"
-        return [
-            ("answers: tokens before they differ", f"{result.longest}", f"{result.agreement:.1f}", agreed),
-            (
-                "answers that end",
-                f"{base_ended:.0%}",
-                f"{compressed_ended:.0%}",
-                f"{compressed_ended - base_ended:+.0%}",
-            ),
-            (
-                "repeated 4-grams",
-                f"{base_repetition:.1%}",
-                f"{compressed_repetition:.1%}",
-                f"{compressed_repetition - base_repetition:+.1%}",
-            ),
-        ]
 
 
 def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.checkpoint.caches import stated_policy
-from compress.evaluation.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluation.base import EvaluationContext, Evaluator
 from compress.models.caches.attentions import attentions_with_cache, cache_policies, read_keys_and_values, watching
 from compress.models.caches.base import CACHE_PARTS
 from compress.models.forward import device_of_model
@@ -18,48 +18,8 @@ from compress.models.kinds.contract import run_on
 from compress.numerics.metrics import relative_error
 
 
-class BytesPerToken(Record):
-    """Bytes of one token's keys and values over all attention modules, without and with their cache policies.
-
-    Exact keys and values count in the storage dtype.
-    """
-
-    before: float
-    after: float
-
-
-class CacheError(Record):
-    """Relative error of the keys, or the values, of attention modules that store them in the same way."""
-
-    attentions: int
-    mean_error: float
-    largest_error: float
-
-
-class KVCacheResult(Record):
-    """The result of the evaluator.
-
-    Attributes:
-        bytes_per_token: Without and with the policies.
-        simulated: Whether these bytes are those of a program that stores the cache packed: here, it stays in floats.
-        stated: Whether config.json tells other programs to apply the policy.
-        of: Errors on the probe, by keys or values and the text of the policy.
-        attentions: The policy of each attention module, as JSON.
-        summaries: Sentences about the policies.
-    """
-
-    bytes_per_token: BytesPerToken
-    simulated: bool
-    stated: bool
-    of: dict[str, CacheError]
-    attentions: dict[str, dict[str, Any]]
-    summaries: tuple[str, ...] = ()
-
-
 class KVCache(Evaluator):
     """Bytes per token and errors of the KV cache; None for a model without cache policies."""
-
-    result_type: ClassVar[Any] = KVCacheResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         policies = cache_policies(model)
@@ -93,8 +53,3 @@ class KVCache(Evaluator):
             "attentions": {name: policy.to_json() for name, policy in policies.items()},
             "summaries": sorted({policy.summary for policy in policies.values()}),
         }
-
-    def summary(self, result: KVCacheResult) -> list[SummaryRow]:
-        bytes_before, bytes_after = result.bytes_per_token.before, result.bytes_per_token.after
-        ratio = f"{bytes_before / bytes_after:.2f}x smaller" + (", simulated" if result.simulated else "")
-        return [("KV cache, bytes per token", f"{bytes_before:g}", f"{bytes_after:g}", ratio)]

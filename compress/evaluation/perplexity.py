@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.evaluation.base import EvaluationContext, Evaluator, Record, SummaryRow, plus_minus
-from compress.evaluation.divergence import Divergence, summarized
+from compress.evaluation.base import EvaluationContext, Evaluator
+from compress.evaluation.divergence import summarized
 from compress.evaluation.store import Results, digest_of
 from compress.evaluation.windows import Window, WindowTask, measure_windows
 from compress.models.kinds.batch import Examples
@@ -19,69 +19,9 @@ from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import is_headless, objective_of
 from compress.numerics.statistics import mean, ratio
+from compress.results.measurements.perplexity import Difference, Score
 
 LARGEST = 700  # nats; exp overflows a float64 above 709
-
-
-class Score(Record):
-    """Loss and perplexity of one model on one text.
-
-    Attributes:
-        loss: Mean loss in nats over the targets of all windows.
-        tokens: Number of targets.
-        seconds: Wall time.
-        of: ModelKind of the targets: 'next tokens' or 'masked tokens', whose perplexities cannot be compared.
-        perplexity: exp(loss); infinity if that overflows.
-        stderr: Standard error of the loss, with windows as the units of sampling.
-        bits_per_byte: Of the text in UTF-8; None for masked tokens and without a tokenizer.
-        bits_stderr: Its standard error.
-        by_window: Mean loss of each window.
-    """
-
-    loss: float
-    tokens: int
-    seconds: float
-    of: str
-    perplexity: float
-    stderr: float | None = None
-    bits_per_byte: float | None = None
-    bits_stderr: float | None = None
-    by_window: list[float] = []
-
-
-class Difference(Record):
-    """The mean over windows of the difference of two models' losses, compressed minus base, and its standard error."""
-
-    loss: float
-    stderr: float | None
-
-
-class TextQuality(Record):
-    """The scores of a model and its base on one text of [windows, length] token ids.
-
-    Attributes:
-        text: Its name.
-        windows: Number of windows.
-        length: Tokens of a window; of recordings, of the longest transcript.
-        sha256: Of the token ids.
-        stride: See `WindowTask`.
-        base: Score of the base model; None if the model is not compared.
-        compressed: Score of the measured model.
-        difference: Paired by window.
-        divergence: Of the measured model from the base.
-        overlap: Share of its tokens that the calibration of the model has read; None if that is unknown.
-    """
-
-    text: str
-    windows: int
-    length: int
-    sha256: str
-    stride: int | None = None
-    base: Score | None = None
-    compressed: Score
-    difference: Difference | None = None
-    divergence: Divergence | None = None
-    overlap: float | None = None
 
 
 def perplexity(
@@ -144,7 +84,6 @@ class Perplexity(Evaluator):
     """
 
     needs_base: ClassVar[bool] = True
-    result_type: ClassVar[Any] = list[TextQuality]
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
         """Measure the score of each text and the divergence from the base, with windows, length and sha256 of its ids.
@@ -197,25 +136,6 @@ class Perplexity(Evaluator):
                 text["difference"] = difference(base[name]["score"], measured["score"]).model_dump()
             texts.append(text | {"compressed": measured["score"]})
         return texts
-
-    def summary(self, result: Sequence[TextQuality]) -> list[SummaryRow]:
-        rows = []
-        for text in result:
-            base, compressed, of = text.base, text.compressed, text.compressed.of
-            kind = "perplexity" if of == CAUSAL.predicts else f"perplexity of {of}"
-            name = f"{kind}, {text.text} ({text.windows} x {text.length} tokens)"
-            if base is None:
-                rows.append((name, "", f"{compressed.perplexity:.2f}", ""))
-                continue
-            increase = f"{compressed.perplexity / base.perplexity - 1:+.1%}"
-            rows.append((name, f"{base.perplexity:.2f}", f"{compressed.perplexity:.2f}", increase))
-            if text.difference is not None:
-                change = plus_minus(text.difference.loss, text.difference.stderr, "+.4f")
-                rows.append((f"loss, {text.text}", f"{base.loss:.4f}", f"{compressed.loss:.4f}", change))
-            if text.divergence is not None:
-                kl = plus_minus(text.divergence.mean, text.divergence.stderr, ".4f")
-                rows.append((f"KL from the base, {text.text}", "0", kl, f"{text.divergence.agreement:.1%} equal"))
-        return rows
 
 
 def difference(base: dict[str, Any], compressed: dict[str, Any]) -> Difference:

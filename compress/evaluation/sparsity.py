@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from compress.errors import VerificationError
-from compress.evaluation.base import EvaluationContext, Evaluator, Record
+from compress.evaluation.base import EvaluationContext, Evaluator
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
@@ -20,30 +20,8 @@ from compress.passes.contract.passes import LayerPass, Step
 TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
 
 
-class LayerSparsity(Record):
-    """Fractions of zeros of a layer.
-
-    Attributes:
-        asked: The requested sparsity.
-        due: The expected sparsity: in whole units of the pattern, without its dense tail.
-        achieved: Zeros counted in the checkpoint.
-    """
-
-    asked: float
-    due: float
-    achieved: float
-
-
-class SparsityResult(LayerSparsity):
-    """Means over all pruned layers, weighted by their size, and the fractions of each layer."""
-
-    layers: dict[str, LayerSparsity]
-
-
 class Sparsity(Evaluator):
     """The requested sparsity and the sparsity of the checkpoint; None if no pass prunes."""
-
-    result_type: ClassVar[Any] = SparsityResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """Check and measure the sparsity.

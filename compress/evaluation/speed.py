@@ -22,60 +22,20 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.errors import ModelError, reported_as
-from compress.evaluation.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluation.base import EvaluationContext, Evaluator
 from compress.kernels import dispatch
 from compress.layers.linear import CompressedLinear
 from compress.models.forward import device_of_model
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import answers_prompts, described
 from compress.native.library import instruction_set
-from compress.recipe.tables import megabytes
+from compress.results.measurements.speed import ModelSpeed, SpeedResult
 
 BATCHES = 1, 8  # sequences decoded together: one user, and a small server
 PROMPT, TOKENS, PREFILL = 16, 24, 512  # tokens of a prompt, decoded after it, and of the prompt whose time is measured
 WARM_UP = 3  # first tokens that are not counted: kernels prepare weights, caches grow
 ROUNDS = 3  # each model is measured so often, in turns with the others
 READ_BYTES = 1 << 28  # of the tensor whose sum measures the bandwidth: larger than caches
-
-
-class ModelSpeed(Record):
-    """The speed of one model.
-
-    Attributes:
-        load_seconds: Time of loading; None if it was loaded before.
-        resident_bytes: Growth of the resident memory by loading it and decoding a few tokens; None as above.
-        decode: Tokens per second by number of sequences.
-        prefill: Tokens per second of a prompt of 512 tokens.
-        token_bytes: Bytes of weights that a decoded token reads (of experts, all).
-        bandwidth_share: token_bytes times tokens per second of one sequence, relative to the measured read bandwidth.
-        kernels: Number of linears by the kernel that computes them; 'torch' without one.
-        dtype: Of the computation.
-    """
-
-    load_seconds: float | None
-    resident_bytes: int | None
-    decode: dict[int, float]
-    prefill: float
-    token_bytes: int
-    bandwidth_share: float
-    kernels: dict[str, int]
-    dtype: str
-
-
-class SpeedResult(Record):
-    """The speed of several models on one machine.
-
-    Attributes:
-        models: Speed by name.
-        instruction_set: Of the kernels.
-        threads: Number of threads.
-        read_bandwidth: Bytes per second.
-    """
-
-    models: dict[str, ModelSpeed]
-    instruction_set: str
-    threads: int
-    read_bandwidth: float
 
 
 class Clock(StoppingCriteria):
@@ -284,7 +244,6 @@ class Speed(Evaluator):
     """The speed of the checkpoint and of the base model, if the recipe requests it (`eval: {speed: true}`)."""
 
     timed: ClassVar[bool] = True
-    result_type: ClassVar[Any] = SpeedResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """Load the base model next to the checkpoint, and measure both. None for a model that decodes no prompts."""
@@ -296,37 +255,3 @@ class Speed(Evaluator):
             models = {"base": base, **models}
         progress = context.progress(f"speed of {context.model}")
         return measure(models, {}, progress).model_dump(mode="json")
-
-    def summary(self, result: SpeedResult) -> list[SummaryRow]:
-        return comparison(result)
-
-
-def comparison(result: SpeedResult) -> list[SummaryRow]:
-    """List a row for each figure: its name, the value of the first model, that of the last, and their ratio."""
-    base, *_, compressed = [*result.models.values()] * 2
-    rates = [(f"decode tokens/s, batch {batch}", old, compressed.decode[batch]) for batch, old in base.decode.items()]
-    rates.append(("prefill tokens/s", base.prefill, compressed.prefill))
-    rows = [(name, f"{old:.1f}", f"{new:.1f}", f"{new / old:.2f}x") for name, old, new in rates]
-    read = base.token_bytes, compressed.token_bytes
-    rows.append(("MB read per token", megabytes(read[0]), megabytes(read[1]), f"{read[0] / read[1]:.2f}x smaller"))
-    return rows
-
-
-def table(result: SpeedResult) -> list[tuple[str, ...]]:
-    """List a row for each figure, with a column for each model."""
-    models = list(result.models.values())
-    loaded = [
-        ("-", "-")
-        if m.load_seconds is None or m.resident_bytes is None
-        else (f"{m.load_seconds:.2f}", megabytes(m.resident_bytes))
-        for m in models
-    ]
-    rows = [("load, seconds", *(seconds for seconds, _ in loaded)), ("resident MB", *(size for _, size in loaded))]
-    rows += [
-        (f"decode tokens/s, batch {batch}", *(f"{m.decode[batch]:.1f}" for m in models)) for batch in models[0].decode
-    ]
-    rows.append(("prefill tokens/s", *(f"{m.prefill:.0f}" for m in models)))
-    rows.append(("MB read per token", *(megabytes(m.token_bytes) for m in models)))
-    rows.append(("share of the bandwidth", *(f"{m.bandwidth_share:.0%}" for m in models)))
-    kernels = [", ".join(f"{count} {name}" for name, count in m.kernels.items()) for m in models]
-    return [*rows, ("linears by kernel", *kernels), ("computed in", *(m.dtype for m in models))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -426,11 +425,6 @@ def linears(module: nn.Module) -> dict[str, nn.Module]:
     """
     module_by_name = {n: m for n, m in module.named_modules() if isinstance(m, CompressedLinear) or is_linear(type(m))}
     return {name: child for name, child in module_by_name.items() if getattr(child, "role", "linear") != "embedding"}
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a module of several blocks: its name with '*' for each number."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:

@@ -17,7 +17,8 @@ from transformers.core_model_loading import build_glob_alternation
 from compress.errors import ModelError, RecipeError
 from compress.layers.linear import READ_DIRECTLY, linears
 from compress.native.library import available
-from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name, fast_dtype
+from compress.numerics.dtype_names import dtype_hint
+from compress.numerics.dtypes import DTYPES, dtype_name, fast_dtype
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 """Regular expression of the values of `device`."""

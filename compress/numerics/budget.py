@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -46,3 +46,13 @@ def within_budget(items: Mapping[str, Options], budget: float) -> dict[str, str]
     )
     assert solution.x is not None, "the smallest choices are a solution"
     return {item: choice for (item, choice), value in zip(pairs, solution.x, strict=True) if value > 0.5}
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Divide a number in proportion to weights, by the largest remainders; of equal ones, the first."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -5,24 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.errors import did_you_mean
-
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-ALIASES = {"fp32": "float32", "f32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat": "bfloat16"}
-ALIASES |= dict.fromkeys(("fp16", "f16", "half", "16"), "float16") | {"32": "float32"}
-"""Names of dtypes in other programs."""
-
-
-def dtype_hint(name: str) -> str:
-    """Return the dtype that a name is probably meant for, at the end of a message."""
-    dtype = ALIASES.get(name.lower().removeprefix("torch."))
-    return did_you_mean(name, ["auto", *DTYPES]) if dtype is None else f"; did you mean {dtype!r}?"
-
 
 SAFETENSORS: dict[str, torch.dtype] = {
     "F64": torch.float64,

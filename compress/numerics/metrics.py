@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.histogram import BINS, SAMPLE, Histogram
+
 DivergenceName = Literal["forward_kl", "reverse_kl", "js", "tv"]
 
 CHUNK = 2**22
@@ -195,3 +197,20 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference = torch.linalg.vector_norm(actual.float() - expected.float())
     size = torch.linalg.vector_norm(expected.float())
     return float(difference / size) if float(size) > 0 else float(difference)
+
+
+def histogram(original: Tensor, changed: Tensor) -> Histogram | None:
+    """Count at most `SAMPLE` values of each tensor; return None if a value is not finite."""
+    sizes = [
+        float(torch.stack(values.aminmax()).abs().max()) for values in (original, changed)
+    ]  # abs() copies a tensor
+    if not all(map(math.isfinite, sizes)):
+        return None
+    limit = max(sizes) or 1.0
+    return Histogram(limit, _counts(original, limit), _counts(changed, limit))
+
+
+def _counts(values: Tensor, limit: float) -> list[int]:
+    flat = values.reshape(-1)
+    sample = flat[:: -(-flat.numel() // SAMPLE)].float()
+    return [int(count) for count in torch.histc(sample, BINS, -limit, limit).tolist()]

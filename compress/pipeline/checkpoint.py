@@ -30,10 +30,10 @@ from compress.layers.scheme import LayerScheme
 from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
-from compress.passes.contract.context import PhaseCost, Run
+from compress.passes.contract.context import Run
 from compress.passes.contract.journal import JournalEntry
-from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.passes import Step
+from compress.passes.contract.records import LayerResult, PhaseCost
 from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
 from compress.pipeline.output import (

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from compress.errors import RecipeError
-from compress.evaluation.comparison import Comparison
 from compress.passes.contract.journal import Journal
 from compress.pipeline.evaluation import evaluate
 from compress.pipeline.models import Model, is_loaded, key_of, models_in
 from compress.recipe.evaluation import Evaluate
 from compress.report.pareto import Variants
+from compress.results.comparison import Comparison
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,7 +16,6 @@ from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.errors import CompressError, one_line
 from compress.evaluation.evidence import checkpoint_files, digest_of_files
-from compress.evaluation.result import ConvertedLayers, FormatResult, Verification
 from compress.kernels.dispatch import plain_torch
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
@@ -28,6 +27,7 @@ from compress.pipeline.formats import conversion_to, in_format
 from compress.pipeline.prepare import Job
 from compress.pipeline.verify import verify
 from compress.report.card import write_export_card
+from compress.results.result import ConvertedLayers, FormatResult, Verification
 
 IN_RUN = (
     "The run that compressed the model converted its checkpoint to this format, without another calibration, and "

@@ -20,7 +20,8 @@ from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import compressed_layers
 from compress.errors import TargetError, UserError, VerificationError, did_you_mean
-from compress.layers.linear import CompressedLinear, kind_of
+from compress.layers.linear import CompressedLinear
+from compress.layers.names import kind_of
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import InputRounding, RoundingScheme

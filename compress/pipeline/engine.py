@@ -23,9 +23,9 @@ from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block, find_blocks
 from compress.passes.contract.context import Run
-from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.passes import ModelPass, Step
 from compress.passes.contract.processes import ALONE
+from compress.passes.contract.records import LayerResult
 from compress.pipeline.resolve import ResolvedRecipe, update_targets
 
 

@@ -18,13 +18,12 @@ from compress.checkpoint.containers.files import check_writable
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.vocabulary import first_difference
+from compress.data.overlap import CalibrationRuns
 from compress.data.text_source import as_source
 from compress.errors import ModelError, one_line, reported_as
 from compress.evaluation import EVALUATORS, combine_all, measure_one
-from compress.evaluation.base import EvaluationContext, overlap_in_words
-from compress.evaluation.comparison import Comparison
+from compress.evaluation.base import EvaluationContext
 from compress.evaluation.harness.tasks import check_tasks
-from compress.evaluation.result import ModelResult, Reproduction
 from compress.evaluation.store import Store, digest_of
 from compress.evaluation.windows import evaluation_examples
 from compress.models.computation import device_of
@@ -42,6 +41,9 @@ from compress.pipeline.texts import EVALUATED, suited
 from compress.pipeline.texts import texts_of as requested_texts
 from compress.recipe.evaluation import Evaluate
 from compress.report.write import ReportError, reproduction_of
+from compress.results.comparison import Comparison
+from compress.results.measurements.base import overlap_in_words
+from compress.results.result import ModelResult, Reproduction
 from compress.version import __version__
 
 WORK = Path("out") / "evaluation"
@@ -253,7 +255,7 @@ def recorded_overlaps(
     sketch = None if run is None else run.calibration_runs
     if sketch is None:
         return {}
-    shares = {name: sketch.runs().share_of(windows) for name, windows in texts.items()}
+    shares = {name: CalibrationRuns.of_sketch(sketch).share_of(windows) for name, windows in texts.items()}
     for name, share in shares.items():
         if share:
             journal.add("warning", source, overlap_in_words(name, share))

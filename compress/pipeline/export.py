@@ -31,7 +31,8 @@ from compress.models.computation import storage_of
 from compress.models.experts import open_experts, stored_names
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
-from compress.numerics.dtypes import DTYPES, dtype_hint, dtype_name
+from compress.numerics.dtype_names import dtype_hint
+from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.context import Run
 

@@ -24,8 +24,6 @@ from compress.errors import SaveError, one_line
 from compress.evaluation import Results, combine_all, measure_all, measured_of
 from compress.evaluation.base import EvaluationContext
 from compress.evaluation.evidence import CheckpointFacts, PassRecords, reproduction, run_result, sizes
-from compress.evaluation.gate import quality_error
-from compress.evaluation.result import Predicted, RunResult, Verification
 from compress.evaluation.store import Store, digest_of, shared_results
 from compress.models.kinds.batch import Batch
 from compress.numerics.dtypes import dtype_name
@@ -48,6 +46,8 @@ from compress.report.names import formats_in
 from compress.report.sections import formats
 from compress.report.sections.size_and_quality import HEAD, rows
 from compress.report.write import write_report
+from compress.results.gate import quality_error
+from compress.results.result import Predicted, RunResult, Verification
 
 
 @dataclass(frozen=True, repr=False)

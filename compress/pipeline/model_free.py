@@ -22,7 +22,8 @@ from compress.checkpoint.sources.tensor_roles import WEIGHT
 from compress.checkpoint.tensor_folder import TensorFolder
 from compress.checkpoint.writer import TensorWriter
 from compress.errors import ModelError, RecipeError, VerificationError
-from compress.layers.linear import CompressedLinear, kind_of
+from compress.layers.linear import CompressedLinear
+from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of
 from compress.passes.contract.facts import Log

@@ -17,8 +17,8 @@ from typing_extensions import TypeIs
 from compress.checkpoint.load import dtype_to_compare, load
 from compress.checkpoint.sources.files import Pooling, fingerprint_of, pooling_in, read_sentence_files
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
-from compress.checkpoint.sources.stored import weight_files
 from compress.checkpoint.sources.untrusted import check_complete, check_no_adapter
+from compress.checkpoint.sources.weight_files import weight_files
 from compress.errors import ModelError, RecipeError, reported_as
 from compress.layers.linear import CompressedLinear
 from compress.models.caches.attentions import cache_digests

@@ -9,7 +9,7 @@ import torch
 
 from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
-from compress.layers.linear import kind_of
+from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
 from compress.pipeline.model_facts import ModelFacts

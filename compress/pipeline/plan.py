@@ -18,7 +18,8 @@ from compress.checkpoint.opening import open_for_plan, open_model
 from compress.checkpoint.save import check_together, outside_dense
 from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ShortageError
-from compress.layers.linear import kind_of, linears
+from compress.layers.linear import linears
+from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of, kept_dtype
 from compress.models.structure.blocks import Block

@@ -11,8 +11,7 @@ from compress.blockwise.quantized_embeddings import quantize_embeddings
 from compress.checkpoint.containers.digests import WORK
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.hub import at_commit
-from compress.data.ids import TextUse
-from compress.evaluation.base import overlap_in_words
+from compress.data.records import TextUse
 from compress.evaluation.store import digest_of
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of
@@ -40,6 +39,7 @@ from compress.pipeline.texts import (
 )
 from compress.recipe.schema import Recipe
 from compress.report.write import sensitivity_of
+from compress.results.measurements.base import overlap_in_words
 
 
 @dataclass(frozen=True)

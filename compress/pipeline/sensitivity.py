@@ -22,7 +22,7 @@ from compress.blockwise.capture import Call, ModelShell
 from compress.checkpoint.containers.files import check_writable
 from compress.checkpoint.load import load
 from compress.checkpoint.sources.files import fingerprint_of
-from compress.checkpoint.sources.stored import weight_files
+from compress.checkpoint.sources.weight_files import weight_files
 from compress.data.ids import model_sample
 from compress.data.text_source import as_source
 from compress.errors import ModelError, RecipeError, TargetError, did_you_mean, reported_as

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from compress.checkpoint.opened import OpenModel
 from compress.data.dataset_rows import origin
-from compress.data.ids import Sample, TextUse, check_text, model_sample
+from compress.data.ids import Sample, check_text, model_sample
 from compress.data.overlap import overlap_of
+from compress.data.records import TextUse
 from compress.data.text_source import GivenText, Part, TextSource, as_source
 from compress.errors import RecipeError, reported_as
 from compress.evaluation.harness.tasks import check_tasks

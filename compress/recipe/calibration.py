@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from compress.data.ids import shares
 from compress.data.text_source import PYTHON, SAMPLING, GivenData, GivenText, TextSource, path_text
+from compress.numerics.budget import shares
 from compress.passes.contract.options import Options, option_error
 from compress.passes.contract.problems import for_all
 

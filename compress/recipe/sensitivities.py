@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from compress.errors import RecipeError, did_you_mean
-from compress.layers.linear import kind_of
+from compress.layers.names import kind_of
 from compress.numerics.budget import within_budget
 from compress.numerics.statistics import mean
 from compress.passes import PASSES

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from compress.checkpoint.containers.files import write_text
 from compress.checkpoint.formats import FORMATS
 from compress.checkpoint.sources.hub import split_revision
-from compress.evaluation.result import RunResult
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.kinds import answers_prompts, kind_of
@@ -27,6 +26,7 @@ from compress.report.names import HUB_ID, escaped, formats_in, in_code
 from compress.report.sections import formats, size_and_quality
 from compress.report.sections.base import table
 from compress.report.verdict import overlap_warnings
+from compress.results.result import RunResult
 from compress.version import __version__
 
 FILE = "README.md"

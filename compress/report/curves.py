@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 
-from compress.evaluation.result import RunResult
 from compress.report.charts import Line, LineChart
+from compress.results.result import RunResult
 
 CURVES = "training.svg"
 """The file of the curves in a run's folder."""

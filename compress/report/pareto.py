@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress.evaluation.base import Record, plus_minus
-from compress.evaluation.comparison import Comparison
-from compress.evaluation.result import Measurements
 from compress.recipe.tables import ResultTable, Shown, megabytes
 from compress.report.charts import Picture, Point, ScatterChart
 from compress.report.charts import picture as picture_of
@@ -17,6 +14,9 @@ from compress.report.page.numbers import upper_first
 from compress.report.page.render import PageSection, page
 from compress.report.verdict import of_loss, overlap_warnings
 from compress.report.write import FILE, ReportError, read_report
+from compress.results.comparison import Comparison
+from compress.results.measurements.base import Record, plus_minus
+from compress.results.result import Measurements
 
 HEAD = ("model", "MB", "smaller", "loss - base", "KL", "top-1", "tasks, mean difference", "front")
 MB = 1e6

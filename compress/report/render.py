@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from compress.evaluation.result import RunResult
 from compress.report.names import escaped, formats_in, short_name
 from compress.report.page.render import PageSection, page
 from compress.report.sections import SECTIONS
+from compress.results.result import RunResult
 
 
 def markdown(result: RunResult) -> str:

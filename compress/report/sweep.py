@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from compress.errors import Failure, QualityError
-from compress.evaluation.base import Record
 from compress.recipe.axes import labels
 from compress.recipe.tables import ResultTable, Shown, megabytes
 from compress.report.charts import Picture, ScatterChart
@@ -16,6 +15,7 @@ from compress.report.charts import picture as picture_of
 from compress.report.page.blocks import Items, PageBlock, Prose, TextTable
 from compress.report.page.render import PageSection, page
 from compress.report.pareto import HEAD, LOSS, Variant, Variants
+from compress.results.measurements.base import Record
 
 State = Literal["complete", "failed", "unfinished"]
 Value = str | int | float | bool | list[Any] | dict[str, Any] | None

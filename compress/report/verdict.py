@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from compress.evaluation.agreement import MEASURE_WORDS, TextAgreement
-from compress.evaluation.base import overlap_in_words
-from compress.evaluation.perplexity import Difference, TextQuality
-from compress.evaluation.result import Measurements, RunResult
-from compress.evaluation.speed import SpeedResult
-from compress.evaluation.tasks import TasksResult, adjusted_p_values
-from compress.evaluation.verdict import OUTCOMES, Verdict, verdict_of
-from compress.numerics.dtypes import DTYPES
+from compress.numerics.dtype_names import DTYPE_BITS
 from compress.report.page.numbers import with_error
+from compress.results.measurements.agreement import MEASURE_WORDS, TextAgreement
+from compress.results.measurements.base import overlap_in_words
+from compress.results.measurements.perplexity import Difference, TextQuality
+from compress.results.measurements.speed import SpeedResult
+from compress.results.measurements.tasks import TasksResult, adjusted_p_values
+from compress.results.result import Measurements, RunResult
+from compress.results.verdict import OUTCOMES, Verdict, verdict_of
 
 SIGNIFICANT = 0.05
 """p-value, adjusted for the number of metrics, below which the flips of a task count as a difference."""
@@ -48,7 +48,7 @@ def faster(measured: Measurements) -> float | None:
 
 def storage_bits(result: RunResult) -> int:
     """Return the bits of a stored weight before compression."""
-    return 8 * DTYPES[result.reproduce.storage_dtype].itemsize
+    return DTYPE_BITS[result.reproduce.storage_dtype]
 
 
 def size_in_words(result: RunResult, ratio_words: Callable[[float], str]) -> str:

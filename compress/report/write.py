@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from compress.checkpoint.containers.files import write_json, write_text
 from compress.checkpoint.sources.untrusted import check_complete
 from compress.errors import UserError
-from compress.evaluation.result import Reproduction, RunResult
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.recipe.sensitivities import Sensitivities, read_sensitivities
 from compress.report.charts import picture
 from compress.report.curves import CURVES, training_charts
 from compress.report.render import html, markdown
+from compress.results.result import Reproduction, RunResult
 
 FILE, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from compress.layers.linear import kind_of
+from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.roofline.devices import Device
 from compress.roofline.trace import Product, Trace

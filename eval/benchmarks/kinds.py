@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import compress
-from compress.evaluation.agreement import MEASURE_WORDS, Measure
 from compress.recipe.schema import read_passes
+from compress.results.measurements.agreement import MEASURE_WORDS, Measure
 
 INT8, INT4 = {"weights": "int8", "group_size": 64}, {"weights": "int4", "group_size": 64}
 LEARNED = {"steps": 300, "learning_rate": 0.0003, "batch": 8}

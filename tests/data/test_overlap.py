@@ -59,10 +59,12 @@ def test_a_sketch_estimates_the_share():
     sketch = CalibrationRuns.of(Examples.of_ids(text)).sketch()
     assert sketch.one_in > 1 and len(sketch.hashes) < 50_000
     half = torch.cat([text.flatten()[333 : 333 + 4096], drawn(1, 4096, 1)[0]]).reshape(16, 512)
-    assert sketch.runs().share_of(Examples.of_ids(half)) == pytest.approx(0.5, abs=0.05)
-    assert sketch.runs().share_of(Examples.of_ids(drawn(16, 512, 2))) == 0
+    assert CalibrationRuns.of_sketch(sketch).share_of(Examples.of_ids(half)) == pytest.approx(0.5, abs=0.05)
+    assert CalibrationRuns.of_sketch(sketch).share_of(Examples.of_ids(drawn(16, 512, 2))) == 0
     few = CalibrationRuns.of(Examples.of_ids(text[:2]))
-    assert few.sketch().runs().share_of(Examples.of_ids(half)) == few.share_of(Examples.of_ids(half))
+    assert CalibrationRuns.of_sketch(few.sketch()).share_of(Examples.of_ids(half)) == few.share_of(
+        Examples.of_ids(half)
+    )
 
 
 def test_examples_with_features_are_compared_whole():
@@ -74,7 +76,7 @@ def test_examples_with_features_are_compared_whole():
 
     calibration = Examples((recording(0), recording(1)))
     assert overlap_of(calibration, Examples((recording(0), recording(2)))) == 0.5
-    assert CalibrationRuns.of(calibration).sketch().runs().share_of(Examples((recording(1),))) == 1
+    assert CalibrationRuns.of_sketch(CalibrationRuns.of(calibration).sketch()).share_of(Examples((recording(1),))) == 1
 
 
 def test_sources_and_targets_are_compared():

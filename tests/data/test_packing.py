@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from compress.data.ids import sample, shares, token_ids
+from compress.data.ids import sample, token_ids
 from compress.data.sources import read_texts
 from compress.data.text_source import TextSource
 from compress.errors import CalibrationError
+from compress.numerics.budget import shares
 
 DOCUMENTS = ["one two three four five six seven", "eight", "nine ten eleven twelve thirteen", "a b c d e f g h i j"]
 

@@ -190,7 +190,7 @@ def test_the_report_speaks_of_agreement(asked, tmp_path):
     with pytest.raises(ValueError, match="compared"):
         changed = copy.deepcopy(report)
         changed["agreement"][0]["compared"] = "perplexities"
-        compress.evaluation.result.RunResult.from_json(changed)
+        compress.results.result.RunResult.from_json(changed)
 
 
 def test_the_commands(asked, tmp_path, folder, words):

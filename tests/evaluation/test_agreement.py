@@ -8,21 +8,12 @@ from batches import batch_of
 from headless import headless
 
 from compress.errors import NumericError
-from compress.evaluation.agreement import (
-    MEASURE_WORDS,
-    Agreement,
-    Measure,
-    answer,
-    best_span,
-    measures,
-    overlap,
-    pooled,
-    similarities,
-)
+from compress.evaluation.agreement import Agreement, answer, best_span, measures, overlap, pooled, similarities
 from compress.evaluation.base import EvaluationContext
 from compress.models.kinds.batch import Examples
-from compress.models.kinds.contract import Compared
+from compress.models.terms import Compared
 from compress.numerics.statistics import ranks, spearman
+from compress.results.measurements.agreement import MEASURE_WORDS, Measure
 
 
 def value(compared: Compared, base, other) -> dict[str, float]:

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 from compress import RTN, Evaluate, KVCache, Wanda, apply
 from compress.evaluation import EVALUATORS, combine_all, measure_all, speed
 from compress.evaluation.base import EvaluationContext
-from compress.evaluation.result import RunResult
 from compress.models.kinds.batch import Examples
 from compress.passes.contract.context import Run
+from compress.results.measurements import MEASUREMENTS
+from compress.results.result import RunResult
 
 every_evaluator = pytest.mark.parametrize("key", EVALUATORS)
 
@@ -22,6 +23,10 @@ every_evaluator = pytest.mark.parametrize("key", EVALUATORS)
 def test_they_are_found_by_their_files():
     assert {"kv_cache", "perplexity", "sparsity"} <= EVALUATORS.keys() and "base" not in EVALUATORS
     assert all(kind.__module__ == f"compress.evaluation.{key}" for key, kind in EVALUATORS.items())
+
+
+def test_each_has_a_measurement_of_its_name():
+    assert MEASUREMENTS.keys() == EVALUATORS.keys()
 
 
 def test_their_keys_are_free_in_the_report():
@@ -74,9 +79,9 @@ def test_results_are_plain_json_of_the_type_that_is_declared(measured):
         if key in ("tasks", "agreement"):  # not asked for, see tests/evaluation/harness; of models without a head
             continue
         assert result and json.loads(json.dumps(result)) == result
-        evaluator = EVALUATORS[key]()
-        typed = TypeAdapter(evaluator.result_type).validate_python(result)
-        assert all(len(row) == 4 for row in evaluator.summary(typed))
+        measurement = MEASUREMENTS[key]
+        typed = TypeAdapter(measurement.value_type).validate_python(result)
+        assert all(len(row) == 4 for row in measurement.summary(typed))
     (text,) = combined["perplexity"]
     assert (text["text"], text["windows"]) == ("a", 2)
     assert text["base"] == base["perplexity"]["a"]["score"] != text["compressed"]

@@ -7,9 +7,9 @@ from sample_report import sample
 import compress
 from compress.cli import main
 from compress.errors import QualityError
-from compress.evaluation.gate import exceeded_limits
-from compress.evaluation.result import RunResult
 from compress.recipe.evaluation import Evaluate, QualityLimits
+from compress.results.gate import exceeded_limits
+from compress.results.result import RunResult
 
 
 @pytest.mark.parametrize(

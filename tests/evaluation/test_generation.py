@@ -9,9 +9,10 @@ from transformers import AutoTokenizer
 from compress import Evaluate
 from compress.errors import NumericError
 from compress.evaluation.base import EvaluationContext
-from compress.evaluation.generation import PROMPTS, TOKENS, Generation, GenerationResult, agreement, repetition
+from compress.evaluation.generation import PROMPTS, TOKENS, Generation, agreement, repetition
 from compress.evaluation.store import Store
 from compress.passes.contract.context import Run
+from compress.results.measurements.generation import GenerationMeasurement, GenerationResult
 
 
 def test_agreement_and_repetition_by_hand():
@@ -37,7 +38,7 @@ def test_a_model_that_loops_is_seen(pico_model, context, monkeypatch):
     after = Generation().measure(pico_model, context)
     found = GenerationResult.model_validate(Generation().combine(after, before))
     assert found.repetition[1] > 0.9 and found.ended[1] == 0 and found.agreement < TOKENS
-    assert len(Generation().summary(found)) == 3 and found.base[0].prompt == PROMPTS[0]
+    assert len(GenerationMeasurement.summary(found)) == 3 and found.base[0].prompt == PROMPTS[0]
     same = GenerationResult.model_validate(Generation().combine(before, before))
     assert same.same == 1 and same.agreement == sum(answer.tokens for answer in same.base) / 2
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from compress.evaluation.divergence import Divergence
-from compress.evaluation.perplexity import Difference, Score, TextQuality
-from compress.evaluation.verdict import KL_MARGIN, LOSS_MARGIN, MIN_WINDOWS, OUTCOMES, interval, verdict_of
 from compress.numerics.statistics import holm, mean, student_95
+from compress.results.measurements.perplexity import Difference, Divergence, Score, TextQuality
+from compress.results.verdict import KL_MARGIN, LOSS_MARGIN, MIN_WINDOWS, OUTCOMES, interval, verdict_of
 
 SCORE = Score(loss=3.0, tokens=100, seconds=1.0, of="next tokens", perplexity=20.0)
 

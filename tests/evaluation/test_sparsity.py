@@ -7,11 +7,11 @@ from torch import nn
 import compress
 from compress import Magnitude, Wanda
 from compress.errors import NumericError, TargetError, VerificationError
-from compress.evaluation.result import RunResult
 from compress.evaluation.sparsity import check_sparsity
 from compress.passes.contract.layers import Solution
 from compress.passes.contract.passes import LayerPass
 from compress.report.render import markdown
+from compress.results.result import RunResult
 
 NAMES = ["a", "b"]
 

@@ -10,9 +10,10 @@ import compress
 from compress import RTN, apply, cli
 from compress.errors import ModelError
 from compress.evaluation import speed
-from compress.evaluation.perplexity import Score
 from compress.kernels import dispatch
 from compress.native.library import instruction_set
+from compress.results.measurements.perplexity import Score
+from compress.results.measurements.speed import ModelSpeed, SpeedMeasurement, SpeedResult
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_models_are_measured_in_turns(tiny, monkeypatch):
 
 def test_comparison_is_from_the_base_to_the_other():
     def of(decode, size):
-        return speed.ModelSpeed(
+        return ModelSpeed(
             load_seconds=None,
             resident_bytes=None,
             decode={1: decode, 8: 4 * decode},
@@ -94,8 +95,8 @@ def test_comparison_is_from_the_base_to_the_other():
         )
 
     models = {"base": of(10.0, 400_000_000), "compressed": of(30.0, 100_000_000)}
-    found = speed.SpeedResult(models=models, instruction_set="none", threads=1, read_bandwidth=1e9)
-    assert speed.comparison(found) == [
+    found = SpeedResult(models=models, instruction_set="none", threads=1, read_bandwidth=1e9)
+    assert SpeedMeasurement.summary(found) == [
         ("decode tokens/s, batch 1", "10.0", "30.0", "3.00x"),
         ("decode tokens/s, batch 8", "40.0", "120.0", "3.00x"),
         ("prefill tokens/s", "100.0", "100.0", "1.00x"),

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from compress.numerics.histogram import BINS, SAMPLE, histogram
+from compress.numerics.histogram import BINS, SAMPLE
+from compress.numerics.metrics import histogram
 
 
 def test_counts_are_those_of_numpy():

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
-from compress.evaluation.result import RunResult
 from compress.kernels.dispatch import plain_torch
 from compress.models.caches.attentions import (
     attentions_with_cache,
@@ -23,7 +22,8 @@ from compress.models.caches.attentions import (
     policy_tensors,
     watching,
 )
-from compress.models.caches.base import CONFIG_KEY, AttentionCache
+from compress.models.caches.base import AttentionCache
+from compress.models.terms import CACHE_KEY
 from compress.numerics.hadamard import hadamard
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.cache.kv_cache import ALLOWED
@@ -31,6 +31,7 @@ from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.options import OptionError
 from compress.report.render import markdown
+from compress.results.result import RunResult
 
 FP8 = {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scale": "static"}
 INT2 = {"keys": "int2", "values": "int2"}
@@ -166,13 +167,13 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     assert verified["own"] <= LOGITS and (format_ == "native" or verified["transformers"] <= LOGITS)
     assert section["stated"] == stated and len(section["attentions"]) == 3
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (CONFIG_KEY in config) == (not stated)
+    assert (CACHE_KEY in config) == (not stated)
     assert bool((config.get("quantization_config") or {}).get("kv_cache_scheme")) == stated
     record = [e for e in result.journal.entries if "does not read this cache policy" in e.message]
     assert len(record) == (not stated and format_ != "native")
     model, _ = compress.load(tmp_path)
     assert set(cache_policies(model).values()) == {KVCache(**options).cache}
-    assert not hasattr(model.config, CONFIG_KEY)
+    assert not hasattr(model.config, CACHE_KEY)
     if stated:  # others round, too, without being told by us
         other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         with plain_torch():  # keys and values may round to other codes for a sum in another order
@@ -362,7 +363,7 @@ def damaged(dense, tmp_path):
 
 def described(folder, change):
     config = json.loads((folder / "config.json").read_text())
-    config[CONFIG_KEY] = change(config[CONFIG_KEY])
+    config[CACHE_KEY] = change(config[CACHE_KEY])
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -385,7 +386,7 @@ def stored(folder, change):
             lambda f: described(f, lambda c: {ATTENTION: {**c[ATTENTION], "keys": "int99"}}),
             "config.json: grid 'int99' is not known",
         ),
-        (lambda f: described(f, lambda c: ["all"]), f"config.json: {CONFIG_KEY} is no object"),
+        (lambda f: described(f, lambda c: ["all"]), f"config.json: {CACHE_KEY} is no object"),
     ],
 )
 def test_a_damaged_checkpoint_is_an_error(damage, message, damaged):

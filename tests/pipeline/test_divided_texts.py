@@ -13,7 +13,8 @@ import compress
 from compress import Calibration, Evaluate, Recipe
 from compress.checkpoint.opening import open_model
 from compress.data.installed_texts import embedded_text
-from compress.data.overlap import CalibrationSketch
+from compress.data.overlap import CalibrationRuns
+from compress.data.records import CalibrationSketch
 from compress.data.text_source import TextSource
 from compress.errors import RecipeError
 from compress.passes.contract.journal import Journal
@@ -185,7 +186,7 @@ def test_a_killed_run_keeps_its_shares(pico, files, tmp_path, stop):
     assert report["checkpoint_sha256"] == straight["checkpoint_sha256"]
     assert report["reproduce"]["texts"] == straight["reproduce"]["texts"]
     sketch = CalibrationSketch.model_validate(report["reproduce"]["calibration_runs"])
-    assert len(sketch.runs().hashes) == 8 * (64 - 32 + 1)
+    assert len(CalibrationRuns.of_sketch(sketch).hashes) == 8 * (64 - 32 + 1)
     recorded = Recipe.from_yaml(Path(tmp_path / "killed" / "recipe.yaml"))
     assert compress.run(recorded, tmp_path / "again").report["checkpoint_sha256"] == report["checkpoint_sha256"]
 

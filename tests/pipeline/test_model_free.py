@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress.checkpoint.containers.digests import damaged
-from compress.checkpoint.containers.safetensors import Header, write_streamed
+from compress.checkpoint.containers.safetensors import Header
+from compress.checkpoint.containers.safetensors_writing import write_streamed
 from compress.checkpoint.sources.tensor_roles import TensorRoles
 from compress.cli import main
 from compress.errors import ModelError, OutputError, RecipeError, TargetError

@@ -9,11 +9,11 @@ from schemes import coded
 
 import compress
 from compress.checkpoint.formats.readers import misreadings, programs_run
-from compress.evaluation.result import RunResult
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.masked import MaskedLM
 from compress.models.kinds.speech import Speech
 from compress.report.card import CardFacts, base_metadata, card
+from compress.results.result import RunResult
 
 
 @pytest.fixture(scope="module")

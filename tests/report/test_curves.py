@@ -3,9 +3,9 @@
 import json
 
 import compress
-from compress.evaluation.result import RunResult
 from compress.report.charts import picture
 from compress.report.curves import charts_of, series, spark, sparks, training_charts
+from compress.results.result import RunResult
 
 CURVE = [
     {"step": 0, "sparsity": 0.0},

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
-from compress.evaluation.result import RunResult
 from compress.report.charts import MOST_POINTS, thinned
 from compress.report.depth import by_kind, kind_and_depth
 from compress.report.names import short_name
@@ -19,6 +18,7 @@ from compress.report.sections.base import Section
 from compress.report.sections.time_and_memory import pipeline
 from compress.report.sensitivity import MeasuredSensitivities
 from compress.report.verdict import headline
+from compress.results.result import RunResult
 
 VOID = {"meta", "link", "wbr"}
 LIMIT = 2_000_000  # bytes of a page

@@ -4,9 +4,9 @@ import pytest
 from browser import FOUND, REASON, browser
 from sample_report import HOSTILE, sample
 
-from compress.evaluation.result import RunResult
 from compress.report.pareto import Variant, Variants
 from compress.report.render import html
+from compress.results.result import RunResult
 
 pytestmark = pytest.mark.skipif(FOUND is None, reason=REASON)
 

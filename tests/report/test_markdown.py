@@ -7,12 +7,12 @@ import re
 import pytest
 
 import compress
-from compress.evaluation.result import RunResult
 from compress.report.names import escaped, in_code
 from compress.report.render import markdown
 from compress.report.sections import SECTIONS, checks, journal, layer_errors, size_and_quality, time_and_memory
 from compress.report.sections.base import table
 from compress.report.write import write_report
+from compress.results.result import RunResult
 
 MB = 1_000_000
 REPORT = {

@@ -15,6 +15,9 @@ from compress.passes.contract.discovery import classes_by_file
 from compress.report import sections
 from compress.report.sections import SECTIONS
 from compress.report.sections.base import Section
+from compress.results import measurements
+from compress.results.measurements import MEASUREMENTS
+from compress.results.measurements.base import Measurement
 
 EVALUATOR = '''
 """Number of tensors of a model, and of parameters in them."""
@@ -32,9 +35,22 @@ class ToyCount(Evaluator):
 
     def measure(self, model, context):
         return {"tensors": len(model.state_dict()), "which": context.role, "texts": sorted(context.texts)}
+'''
 
-    def summary(self, result):
-        return [("tensors", str(result["base"]["tensors"]), str(result["compressed"]["tensors"]), "")]
+MEASUREMENT = '''
+"""Number of tensors, in tables."""
+
+from __future__ import annotations
+
+from compress.results.measurements.base import Measurement
+
+
+class ToyCountMeasurement(Measurement):
+    """Counts."""
+
+    @classmethod
+    def summary(cls, value):
+        return [("tensors", str(value["base"]["tensors"]), str(value["compressed"]["tensors"]), "")]
 '''
 
 SECTION = '''
@@ -60,10 +76,11 @@ def toys(tmp_path, monkeypatch):
     """A file in the folder of the evaluators, and one in the folder of the sections."""
     for package, name, text, known, base, suffix in (
         (evaluation, "toy_count", EVALUATOR, EVALUATORS, Evaluator, ""),
+        (measurements, "toy_count", MEASUREMENT, MEASUREMENTS, Measurement, "Measurement"),
         (sections, "toy_text", SECTION, SECTIONS, Section, "Section"),
     ):
-        folder = tmp_path / name
-        folder.mkdir()
+        folder = tmp_path / package.__name__ / name
+        folder.mkdir(parents=True)
         (folder / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
@@ -71,7 +88,11 @@ def toys(tmp_path, monkeypatch):
         assert found.keys() - known.keys() == {name}
         monkeypatch.setitem(known, name, found[name])
     yield
-    for name in ("compress.evaluation.toy_count", "compress.report.sections.toy_text"):
+    for name in (
+        "compress.evaluation.toy_count",
+        "compress.results.measurements.toy_count",
+        "compress.report.sections.toy_text",
+    ):
         sys.modules.pop(name)
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 import compress
 from compress import GPTQ, SRSTE, KVCache
-from compress.evaluation.result import RunResult
+from compress.results.result import RunResult
 
 
 @pytest.fixture(scope="module")

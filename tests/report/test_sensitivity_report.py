@@ -9,12 +9,12 @@ from sample_report import BLOCKS, HOSTILE, KINDS, sample, sensitivity
 
 from compress import cli
 from compress.errors import RecipeError
-from compress.evaluation.result import RunResult
 from compress.recipe.sensitivities import FILE, Sensitivities
 from compress.report.render import html
 from compress.report.sections import SECTIONS
 from compress.report.sensitivity import MeasuredSensitivities
 from compress.report.write import ReportError, read_report, sensitivity_of, write_report
+from compress.results.result import RunResult
 
 FOUND = Sensitivities.model_validate(sensitivity("org/model"))
 

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 import compress
 from compress.blockwise.install import WORST
 from compress.cli import main
-from compress.evaluation.result import RunResult, json_schema
 from compress.report.page.blocks import KeyFigures
 from compress.report.sections.verdict import VerdictSection
 from compress.report.verdict import headline, of_result
+from compress.results.result import RunResult, json_schema
 
 
 @pytest.fixture(scope="module")

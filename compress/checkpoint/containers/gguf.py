@@ -25,8 +25,6 @@ from compress.checkpoint.containers.files import atomic, file_sha256
 from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.containers.safetensors import Header
 
-FILE = "model.gguf"
-"""The file in the folder of a checkpoint."""
 INDEX = "compress.tensors"
 CONFIG = "compress.config"
 """The key of the model's configuration as JSON; from the other keys, transformers makes that of few architectures."""

@@ -11,6 +11,9 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+FILE = "model.gguf"
+"""The file in the folder of a checkpoint."""
+
 MOST_VALUES = 1 << 22
 """Values of all arrays together; a vocabulary of 256,000 tokens with its merges has about 1.3 million."""
 MOST_DIMENSIONS = 8

@@ -7,36 +7,26 @@ tensors are mapped, and only as long as one of the tensors exists.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from compress.checkpoint.containers.safetensors import Header
+from compress.checkpoint.containers.safetensors import Range, file_status, read_headers
 from compress.numerics.dtypes import SAFETENSORS
 
 GAP = 1 << 20  # tensors at most this many bytes apart share one mapping: few mappings, little that is not needed
-LENGTH = 8  # bytes of the length of the header, at the start of a file
-
-Range = tuple[int, int]
-"""The first byte, and the byte after the last."""
 
 
 def open_mapped(path: Path) -> MappedTensors:
     """Open a file; its header is parsed once as long as it does not change. Raises as `MappedTensors`."""
-    if "\0" in str(path):  # of an index; a ValueError of Python
-        raise FileNotFoundError(f"no file has a null byte in its name: {path}")
-    status = path.stat()
-    if not S_ISREG(status.st_mode):  # safetensors would wait for a pipe without end
-        raise OSError("no regular file")
+    status = file_status(path)
     return _opened(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
@@ -59,18 +49,10 @@ class MappedTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        with safe_open(
-            path, framework="np"
-        ) as file:  # checks the header; maps the file shared, which counts as no data
-            names = list(file.keys())
+        header = read_headers(path)
         self._path = path
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(LENGTH), "little")
-            header: Mapping[str, Any] = json.loads(opened.read(length))
-        start = LENGTH + length
-        self.headers = {name: Header(header[name]["dtype"], tuple(header[name]["shape"])) for name in names}
-        offsets = {name: header[name]["data_offsets"] for name in names}
-        self._ranges = {name: (start + begin, start + end) for name, (begin, end) in offsets.items()}
+        self.headers = {name: stated for name, (stated, _) in header.items()}
+        self._ranges = {name: place for name, (_, place) in header.items()}
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return tensors by name; those that are close to each other in the file share a mapping."""

@@ -1,20 +1,18 @@
-"""Safetensors files: the shards of a checkpoint."""
+"""Safetensors files: names of the shards of a checkpoint, and what the header of a file states. No tensor is read."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor
-
-from compress.checkpoint.containers.files import atomic, file_sha256
-from compress.numerics.dtypes import bytes_of
+from safetensors import safe_open
 
 INDEX = "model.safetensors.index.json"
 """The file that names the file of every tensor."""
@@ -50,43 +48,40 @@ class Header:
         return self.count * self.bits // 8
 
 
-def shard_name(number: int, count: int) -> str:
-    """The name of shard `number` (from 1) of `count`, as transformers writes it."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
+Range = tuple[int, int]
+"""The first byte in the file, and the byte after the last."""
 
 
-def write_streamed(path: Path, headers: Mapping[str, Header], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Write tensors atomically in safetensors, one at a time; returns the file's sha256.
-
-    Args:
-        headers: dtype and shape of every tensor by name.
-        tensors: (name, tensor) in any order; each may be freed when the next one is asked for.
+def file_status(path: Path) -> os.stat_result:
+    """Return the size and the times of a regular file.
 
     Raises:
-        SaveError: if writing fails.
+        OSError: for a file that is missing or no regular file.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in sorted(headers, key=lambda name: (-headers[name].bits, name)):  # every tensor begins at whole numbers
-        header, begin = headers[name], offset
-        offset += header.size_bytes
-        entries[name] = {"dtype": header.dtype, "shape": list(header.shape), "data_offsets": [begin, offset]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    with atomic(path) as part, part.open("r+b") as file:
-        file.write(len(text).to_bytes(ALIGNMENT, "little") + text)
-        start = ALIGNMENT + len(text)
-        file.truncate(start + offset)
-        for name, tensor in tensors:
-            begin, end = entries[name]["data_offsets"]
-            assert tensor.nbytes == end - begin, f"{name} is not as its header says"
-            file.seek(start + begin)
-            file.write(bytes_of(tensor).numpy().data)
-    return file_sha256(path)
+    if "\0" in str(path):  # of an index; a ValueError of Python
+        raise FileNotFoundError(f"no file has a null byte in its name: {path}")
+    status = path.stat()
+    if not S_ISREG(status.st_mode):  # safetensors would wait for a pipe without end
+        raise OSError("no regular file")
+    return status
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors atomically in safetensors; returns the file's sha256."""
-    with atomic(path) as part:
-        save_file(tensors, part, metadata={"format": "pt"})
-    return file_sha256(path)
+def read_headers(path: Path) -> dict[str, tuple[Header, Range]]:
+    """Return what a file states about each tensor, and the range of its bytes in the file.
+
+    Raises:
+        SafetensorError: for an invalid header.
+        OSError: for a file that cannot be read.
+    """
+    file_status(path)
+    with safe_open(path, framework="np") as file:  # checks the header; maps the file shared, which counts as no data
+        names = list(file.keys())
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(ALIGNMENT), "little")
+        entries: Mapping[str, Any] = json.loads(opened.read(length))
+    start = ALIGNMENT + length
+    offsets = {name: entries[name]["data_offsets"] for name in names}
+    return {
+        name: (Header(entries[name]["dtype"], tuple(entries[name]["shape"])), (start + begin, start + end))
+        for name, (begin, end) in offsets.items()
+    }

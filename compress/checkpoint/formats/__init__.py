@@ -24,6 +24,10 @@ CLASSES = {
     "dense": "Dense",
 }
 """The class of every format by its name in a recipe, which is that of its file with '-' for '_'."""
+OWN_METHOD = "compress"
+"""The `quant_method` of format native."""
+STACKED = {"mxfp4": {"_blocks": "blocks", "_scales": "scales", "_bias": "bias"}}
+"""By `quant_method`, the tensors that hold those of all experts: `Format.stacked`."""
 READ_ONLY_CLASSES = {"fp8": "FP8", "mxfp4": "MXFP4"}
 """The class of every format of `read_only/` by the name of its file."""
 

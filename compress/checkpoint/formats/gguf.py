@@ -35,7 +35,8 @@ from transformers import PretrainedConfig
 
 from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
 from compress.checkpoint.blocks.block import BlockType
-from compress.checkpoint.containers.gguf import BLOCKS, CONFIG, DENSE, FILE, Entry, Stored, write_gguf
+from compress.checkpoint.containers.gguf import BLOCKS, CONFIG, DENSE, Entry, Stored, write_gguf
+from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.base import (
     LAYERS_KEYS,
     Ends,

@@ -35,7 +35,7 @@ from compress.checkpoint.formats.accepted import Accepted, check_keys, only, wit
 from compress.checkpoint.formats.base import Ends, Format, refuses_transforms
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.checkpoint.formats.readers import table
-from compress.checkpoint.sources.files import MLX_KEY
+from compress.checkpoint.sources.stated import MLX_KEY
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from compress.checkpoint.formats import OWN_METHOD
 from compress.checkpoint.formats.base import LAYERS_KEYS, Format, layers_config, layers_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.scheme import LayerScheme, layer_tensors
@@ -42,7 +43,7 @@ class Native(Format):
 
     name = "native"
     negative_scales = True
-    quant_method = "compress"
+    quant_method = OWN_METHOD
     sparse = True
     keys = LAYERS_KEYS
 

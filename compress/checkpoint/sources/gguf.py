@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from compress.checkpoint.containers.safetensors import write_shard
+from compress.checkpoint.containers.safetensors_writing import write_shard
 from compress.checkpoint.sources.gguf_contents import (
     check_keys,
     check_none_missing,

@@ -20,7 +20,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from compress.checkpoint.blocks import BLOCK_TYPES
-from compress.checkpoint.containers.gguf import BLOCKS, DENSE, FILE, SIDECAR, packed_index
+from compress.checkpoint.containers.gguf import BLOCKS, DENSE, SIDECAR, packed_index
+from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of, rope_factors
 from compress.checkpoint.sources.gguf import made_once

@@ -35,9 +35,6 @@ CachePart = Literal["keys", "values"]
 CACHE_PARTS: tuple[CachePart, ...] = get_args(CachePart)
 """The two tensors of a cache."""
 
-CONFIG_KEY = "compress_kv_cache"
-"""The entry of config.json with the policy of each attention module, where no format states it."""
-
 DEFAULT_KIND = "grid"
 """The kind of a policy whose JSON has no kind; checkpoints had no other policy at first."""
 

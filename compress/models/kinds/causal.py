@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress.errors import ModelError
 from compress.models.kinds.batch import IDS, IGNORED, Batch, Examples
 from compress.models.kinds.contract import ModelKind, is_masked
+from compress.models.terms import NEXT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CausalLM(ModelKind):
     name: ClassVar[str] = "predicts next tokens"
     auto: ClassVar[str] = "AutoModelForCausalLM"
     task: ClassVar[str] = "text-generation"
-    predicts: ClassVar[str] = "next tokens"
+    predicts: ClassVar[str] = NEXT_TOKENS
     streams: ClassVar[bool] = True
     shift: ClassVar[int] = 1
 

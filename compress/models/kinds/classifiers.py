@@ -11,8 +11,9 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from compress.models.kinds.batch import Examples
-from compress.models.kinds.contract import Compared, run_on, text_config
+from compress.models.kinds.contract import run_on, text_config
 from compress.models.kinds.headless import Headless
+from compress.models.terms import Compared
 
 
 @dataclass(frozen=True)

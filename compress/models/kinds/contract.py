@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import transformers
@@ -23,10 +23,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from compress.errors import CalibrationError
 from compress.models.kinds.batch import IDS, IGNORED, MASK, Batch, Examples
 from compress.models.structure.ends import vocabulary_size
-
-Compared = Literal["tokens", "classes", "labels", "score", "spans", "embeddings"]
-"""What is compared of two models: probabilities of tokens, of classes, of each label for itself, one score, the start
-and the end of a span, or embeddings."""
+from compress.models.terms import Compared
 
 ANSWERS = (("logits",), ("start_logits", "end_logits"), ("last_hidden_state",))
 """The fields of an output that are the answer of a model; the first that an output has."""

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import ModelError, RecipeError
 from compress.models.kinds.batch import IDS, IGNORED, Batch, Examples
-from compress.models.kinds.contract import DISTRIBUTIONS, Compared, ModelKind, required_answer
+from compress.models.kinds.contract import DISTRIBUTIONS, ModelKind, required_answer
+from compress.models.terms import Compared
 
 
 @dataclass(frozen=True)

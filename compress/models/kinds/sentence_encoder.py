@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.models.kinds.contract import Compared
 from compress.models.kinds.headless import Headless
+from compress.models.terms import Compared
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,7 @@ from compress.passes.contract.journal import Journal
 from compress.passes.contract.layers import no_codes
 from compress.passes.contract.memory import STORE_BYTES, PeakMemory, memory_of
 from compress.passes.contract.processes import ALONE, Processes
-
-
-@dataclass
-class PhaseCost:
-    """Total time in seconds of a phase, and its peak memory in bytes: of the host, and of the accelerator if any."""
-
-    seconds: float = 0.0
-    peak_bytes: int = 0
-    device_bytes: int = 0
+from compress.passes.contract.records import PhaseCost
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from compress.layers.base import InputTransform, WeightPart
 from compress.layers.linear import CompressedLinear, Weight
 from compress.models.structure.links import Group, Link
 from compress.models.structure.permutations import Permutation
-from compress.numerics.histogram import LayerHistograms
 from compress.numerics.quant.codes import Codes, SourceCodes
 from compress.passes.contract.facts import Log, RequiredSparsity
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.processes import Processes
+from compress.passes.contract.records import LayerResult as LayerResult
 
 
 def no_codes(*_: Any) -> None:
@@ -102,29 +102,6 @@ class Solution:
         assert len(codes) == len(parts) or len(floats) == len(parts), "a pass that solves rows apart gives no parts"
         weight = Codes.of_rows(codes) if codes else torch.cat(floats)
         return replace(parts[0], weight=weight, mask=torch.cat(masks) if masks else None)
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """The effect of one pass on one layer.
-
-    Attributes:
-        layer: full name of the layer.
-        by: label of the pass.
-        error: ||(W' - W) X|| / ||W X|| on sampled inputs; None if no token reached the layer.
-        sparsity: fraction of zeros after the pass.
-        asked: requested sparsity; only for a pruning pass.
-        due: requested sparsity in whole units of the pattern; only for a pruning pass.
-        histograms: weights and inputs before and after the pass, for the layers of each block with the largest errors.
-    """
-
-    layer: str
-    by: str
-    error: float | None
-    sparsity: float
-    asked: float | None = None
-    due: float | None = None
-    histograms: LayerHistograms | None = None
 
 
 @dataclass(frozen=True)

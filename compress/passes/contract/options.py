@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from compress.errors import RecipeError, TargetError, UserError, did_you_mean
-from compress.models.structure.select import matches, select
-from compress.numerics.dtypes import DTYPES, dtype_hint
+from compress.models.structure.patterns import matches, select
+from compress.numerics.dtype_names import DTYPE_BITS, dtype_hint
 from compress.passes.contract.discovery import is_class
 from compress.passes.contract.problems import Problems, for_all, mistakes_in, together
 from compress.passes.contract.wording import Place, place_text, unknown_option
@@ -156,7 +156,7 @@ def _in_words(detail: ErrorDetails, model: type[BaseModel]) -> tuple[Place, str]
 
 def _meant(place: Place, value: Any) -> str:
     """Return what a value of another program's form is probably meant for, at the end of a message."""
-    if place[-1:] == ("dtype",) and isinstance(value, str) and value not in DTYPES:
+    if place[-1:] == ("dtype",) and isinstance(value, str) and value not in DTYPE_BITS:
         return dtype_hint(value)
     return ""
 

@@ -31,7 +31,8 @@ from compress.layers.scheme import LayerScheme
 from compress.models.kinds.batch import Batch
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.headless import check_learns
-from compress.models.structure.select import ModuleNames, chosen, select
+from compress.models.structure.patterns import chosen, select
+from compress.models.structure.select import ModuleNames
 from compress.passes.contract.facts import Effects, Fact, Log, Requirements
 from compress.passes.contract.layers import BlockInputs, Layer, Solution, Surveyed
 from compress.passes.contract.memory import ProblemSize

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from compress.errors import TargetError
 from compress.models.structure.ends import End
-from compress.models.structure.select import ModuleNames, chosen, select
+from compress.models.structure.patterns import chosen, select
+from compress.models.structure.select import ModuleNames
 from compress.passes.contract.options import Override, resolve_overrides
 from compress.passes.families.weight_grid import known_grid
 

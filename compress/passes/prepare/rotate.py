@@ -29,8 +29,9 @@ from compress.models.reshape.residual import LOGITS_TOLERANCE
 from compress.models.reshape.rotation import Refusal, fold_norms, readers_of_norms, rotate, untying, with_own_head
 from compress.models.reshape.widths import Width, hidden_width
 from compress.models.structure.blocks import linears_of_blocks
+from compress.models.structure.patterns import matches, select
 from compress.models.structure.rewrite import rotate_inputs
-from compress.models.structure.select import ModuleNames, matches, select
+from compress.models.structure.select import ModuleNames
 from compress.models.structure.values import head_size, rotate_values
 from compress.numerics.hadamard import exists, largest_block, neighbours, randomized
 from compress.numerics.metrics import relative_error

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.agreement import MEASURE_WORDS, TextAgreement
-from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Heading, PageBlock, Prose, TextTable
 from compress.report.sections.base import Section
+from compress.results.measurements.agreement import MEASURE_WORDS, TextAgreement
+from compress.results.result import RunResult
 
 HEAD = ("", "if equal", "compressed")
 NOTE = (

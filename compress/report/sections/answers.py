@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.generation import GenerationResult
-from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Details, PageBlock, Pair, TextTable
 from compress.report.sections.base import Section
+from compress.results.measurements.generation import GenerationResult
+from compress.results.result import RunResult
 
 HEAD = ("", "before", "after")
 

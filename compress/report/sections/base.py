@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
 from compress.report.names import escaped
 from compress.report.page.blocks import Code, PageBlock
+from compress.results.result import RunResult
 
 
 class Section(ABC):

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
 from compress.report.charts import ChartGrid, Line, LineChart
 from compress.report.curves import sparks
 from compress.report.page.blocks import PageBlock, Prose
 from compress.report.sections.base import Section
+from compress.results.result import RunResult
 
 TEXT = "Error of each block's output before and after learning, from the first block to the last."
 

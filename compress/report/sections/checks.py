@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
 from compress.report.names import escaped
 from compress.report.page.blocks import Items, PageBlock
 from compress.report.sections.base import Section
+from compress.results.result import RunResult
 
 
 class ChecksSection(Section):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import FormatResult, RunResult, Verification
 from compress.recipe.tables import megabytes
 from compress.report.names import formats_in
 from compress.report.page.blocks import Details, Items, PageBlock, TextTable
 from compress.report.sections.base import Section, table
+from compress.results.result import FormatResult, RunResult, Verification
 
 HEAD = ("format", "folder", "MB", "layers", "read back by", "weights")
 LAYERS = ("format", "layers", "count", "before", "after", "weight error")

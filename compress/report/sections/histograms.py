@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
-from compress.passes.contract.layers import LayerResult
+from compress.passes.contract.records import LayerResult
 from compress.report.charts import ChartGrid, HistogramChart
 from compress.report.page.blocks import Heading, PageBlock, Prose
 from compress.report.page.numbers import number
 from compress.report.sections.base import Section
+from compress.results.result import RunResult
 
 SHOWN = 4  # layers; report.json has those of every block
 

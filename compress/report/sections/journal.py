@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
 from compress.passes.contract.journal import JournalEntry
 from compress.report.names import escaped
 from compress.report.page.blocks import JournalItem, PageBlock, Prose
 from compress.report.sections.base import Section
+from compress.results.result import RunResult
 
 SHOWN = 2000  # places of one message, as of the experts of a large model
 QUIET = "No warnings and no notes."

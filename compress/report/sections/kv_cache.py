@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.kv_cache import KVCacheResult
-from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Bars, PageBlock, Prose, TextTable, before_and_after
 from compress.report.page.numbers import data_size
 from compress.report.sections.base import Section, table
+from compress.results.measurements.kv_cache import KVCacheResult
+from compress.results.result import RunResult
 
 UNSTATED = (
     "Only compress.load applies it: other programs read this checkpoint with an exact KV cache. vLLM quantizes it "

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
-from compress.passes.contract.layers import LayerResult
+from compress.passes.contract.records import LayerResult
 from compress.report.charts import HeatMap
 from compress.report.depth import by_kind, heat_map, kind_and_depth
 from compress.report.page.blocks import Details, PageBlock, Prose, TextTable
 from compress.report.sections.base import Section, table
+from compress.results.result import RunResult
 
 KINDS = 12  # kinds of layers that are drawn, those with the largest errors
 LARGEST = 10  # layers listed in report.md; all are in report.json

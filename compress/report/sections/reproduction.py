@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import yaml
 
-from compress.data.ids import TextUse
-from compress.evaluation.result import RunResult
+from compress.data.records import TextUse
 from compress.report.page.blocks import Code, Details, PageBlock, Prose, TextTable
 from compress.report.sections.base import Section, table
+from compress.results.result import RunResult
 
 
 class ReproductionSection(Section):

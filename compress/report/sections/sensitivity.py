@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
 from compress.report.page.blocks import Details, PageBlock
 from compress.report.sections.base import Section, table
 from compress.report.sensitivity import maps, most_sensitive
+from compress.results.result import RunResult
 
 LARGEST = 10  # layers listed; all are in report.json
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation import EVALUATORS
-from compress.evaluation.base import SummaryRow
-from compress.evaluation.result import RunResult
 from compress.recipe.tables import megabytes
 from compress.report.page.blocks import Bars, Details, PageBlock, TextTable, before_and_after
 from compress.report.page.numbers import data_size, number
 from compress.report.sections.base import Section, table
 from compress.report.verdict import storage_bits, x_smaller
+from compress.results.measurements import MEASUREMENTS
+from compress.results.measurements.base import SummaryRow
+from compress.results.result import RunResult
 
 HEAD = ("", "before", "after", "change")
 
@@ -66,6 +66,6 @@ def rows(result: RunResult) -> list[SummaryRow]:
         sizes = megabytes(size.other_source_bytes), megabytes(size.checkpoint_bytes)
         summary.insert(1, ("checkpoint against the source file, MB", *sizes, ratio))
     for key, value in result.evaluations.items():
-        if key in EVALUATORS and value is not None:
-            summary += EVALUATORS[key]().summary(value)
+        if key in MEASUREMENTS and value is not None:
+            summary += MEASUREMENTS[key].summary(value)
     return summary

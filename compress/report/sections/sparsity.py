@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
-from compress.evaluation.sparsity import SparsityResult
 from compress.report.depth import heat_map
 from compress.report.page.blocks import PageBlock, Prose, TextTable
 from compress.report.sections.base import Section, table
+from compress.results.measurements.sparsity import SparsityResult
+from compress.results.result import RunResult
 
 HEAD = ("layers", "requested", "expected", "achieved")
 TERMS = "expected: in whole units of the pattern, without its dense tail; achieved: zeros counted in the checkpoint."

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
-from compress.evaluation.speed import SpeedResult
-from compress.evaluation.speed import table as rows
 from compress.report.page.blocks import Bars, Details, PageBlock, Prose, TextTable, before_and_after
 from compress.report.page.numbers import number
 from compress.report.sections.base import Section, table
+from compress.results.measurements.speed import SpeedResult
+from compress.results.measurements.speed import table as rows
+from compress.results.result import RunResult
 
 
 class SpeedSection(Section):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
-from compress.evaluation.tasks import TaskComparison, TasksResult, adjusted_p_values
 from compress.report.charts import Interval, IntervalChart
 from compress.report.page.blocks import Items, PageBlock, Prose, TextTable, Tone
 from compress.report.page.numbers import number, signed, with_error
 from compress.report.sections.base import Section
 from compress.report.verdict import SIGNIFICANT
+from compress.results.measurements.tasks import TaskComparison, TasksResult, adjusted_p_values
+from compress.results.result import RunResult
 
 HEAD = ("task", "before", "after")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.divergence import AtPositions
-from compress.evaluation.perplexity import Difference, Score, TextQuality
-from compress.evaluation.result import RunResult
-from compress.evaluation.verdict import interval as confidence_interval
 from compress.report.charts import Interval, IntervalChart
 from compress.report.page.blocks import Bar, BarGroup, Bars, Heading, PageBlock, Prose, TextTable
 from compress.report.page.numbers import number, with_error
 from compress.report.sections.base import Section
 from compress.report.verdict import compared_verdict
+from compress.results.measurements.perplexity import AtPositions, Difference, Score, TextQuality
+from compress.results.result import RunResult
+from compress.results.verdict import interval as confidence_interval
 
 HEAD = ("", "before", "after")
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic_core import to_jsonable_python
-
-from compress.evaluation.result import DiskReading, RunResult
 from compress.passes import PASSES
+from compress.recipe.pages import PassPage
 from compress.recipe.tables import megabytes
 from compress.report.names import formats_in
 from compress.report.page.blocks import Bar, BarGroup, Bars, Items, PageBlock, Pipeline, PipelineStep
 from compress.report.page.numbers import data_size, duration
 from compress.report.sections.base import Section, table
+from compress.results.result import DiskReading, RunResult
 
 HEAD = ("phase", "seconds", "peak memory, MB")
 OF_DEVICE = "peak memory of the accelerator, MB"
@@ -60,11 +60,11 @@ def pipeline(recipe: Mapping[str, Any]) -> Iterator[PipelineStep]:
 
 
 def _chosen(key: str, name: str, value: Any) -> bool:
-    """Whether the value of an option is not its default; unknown passes have no defaults."""
-    fields = {field.alias or name: field for name, field in PASSES[key].model_fields.items()} if key in PASSES else {}
-    if name not in fields or fields[name].is_required():
-        return True
-    return to_jsonable_python(fields[name].get_default(call_default_factory=True)) != value
+    """Whether the value of an option is not its default; passes without a stored page have no defaults."""
+    page = PassPage.stored(key) if key in PASSES else None
+    defaults = {} if page is None else {option.name: option.default for option in page.options}
+    default = defaults.get(name)
+    return default is None or json.loads(default) != value
 
 
 def _plain(value: Any) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.result import RunResult
 from compress.report.charts import ChartGrid
 from compress.report.curves import CURVES, sparks, training_charts
 from compress.report.page.blocks import PageBlock, TextTable
 from compress.report.sections.base import Section, table
+from compress.results.result import RunResult
 
 HEAD = ("pass", "steps", "loss, first quarter", "last quarter", "best held out", "seconds")
 

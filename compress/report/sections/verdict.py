@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluation.agreement import MEASURE_WORDS, Measure
-from compress.evaluation.divergence import Divergence
-from compress.evaluation.perplexity import TextQuality
-from compress.evaluation.result import RunResult
-from compress.evaluation.speed import SpeedResult
 from compress.report.names import escaped
 from compress.report.page.blocks import Items, KeyFigure, KeyFigures, Lead, PageBlock
 from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error
@@ -24,6 +19,10 @@ from compress.report.verdict import (
     of_tasks,
     storage_bits,
 )
+from compress.results.measurements.agreement import MEASURE_WORDS, Measure
+from compress.results.measurements.perplexity import Divergence, TextQuality
+from compress.results.measurements.speed import SpeedResult
+from compress.results.result import RunResult
 
 
 class VerdictSection(Section):

@@ -20,7 +20,8 @@ from transformers import (
 
 import compress
 from compress import GPTQ, RTN, KVCache
-from compress.checkpoint.containers.gguf import FILE, Entry, entry_of, open_gguf, packed_index
+from compress.checkpoint.containers.gguf import Entry, entry_of, open_gguf, packed_index
+from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import architecture_of
 from compress.checkpoint.sources.limits import stored_bytes

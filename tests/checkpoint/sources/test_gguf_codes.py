@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.checkpoint.containers.gguf import FILE, SIDECAR
+from compress.checkpoint.containers.gguf import SIDECAR
+from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.hub import folder_of
 from compress.errors import ModelError

@@ -15,9 +15,10 @@ from compress.evaluation.base import EvaluationContext
 from compress.evaluation.harness.adapter import harness_model, quiet
 from compress.evaluation.harness.tasks import check_tasks, load_tasks, local_files, run_task, task_manager
 from compress.evaluation.store import Results, Store
-from compress.evaluation.tasks import Tasks, TaskScore, TasksResult, compare, pairing
+from compress.evaluation.tasks import Tasks, compare, pairing
 from compress.passes.contract.context import Run
 from compress.passes.contract.journal import Journal
+from compress.results.measurements.tasks import TaskScore, TasksMeasurement, TasksResult
 
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed")
 
@@ -259,7 +260,7 @@ def test_both_models_on_the_same_items(pico_model, measure):
     assert rows["lambada_openai", "perplexity"].paired is None
     same = compare(*(TaskScore.model_validate(base["scores"]["piqa"]),) * 2, "acc")
     assert (same.paired.gained, same.paired.lost, same.paired.p) == (0, 0, 1.0)
-    assert len(Tasks().summary(result)) == 4 and "p " in Tasks().summary(result)[0][3]
+    assert len(TasksMeasurement.summary(result)) == 4 and "p " in TasksMeasurement.summary(result)[0][3]
 
 
 def test_compress_eval_prints_tasks_and_fails_for_those_that_failed(pico, data, tmp_path):

@@ -8,8 +8,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from compress.models.caches.attentions import attentions_with_cache, set_policy
-from compress.models.caches.base import CONFIG_KEY, read_policy
+from compress.models.caches.base import read_policy
 from compress.models.caches.grid import GridCache, transform_heads
+from compress.models.terms import CACHE_KEY
 from compress.numerics.quant.grids import GRIDS
 
 INT4, INT8 = GRIDS["int4"], GRIDS["int8"]
@@ -194,7 +195,7 @@ def test_the_description_of_older_checkpoints_is_the_same():
     late = GridCache(INT4, None, key_group=32, residual=7), GridCache(None, INT4, residual=1)
     for policy in (plain, KIVI, *late, GridCache(INT4, INT4, hadamard="both")):
         assert read_policy(policy.to_json()) == policy
-    assert CONFIG_KEY == "compress_kv_cache"
+    assert CACHE_KEY == "compress_kv_cache"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from compress.checkpoint.inspection import inspect
 from compress.errors import ModelError, TargetError
 from compress.layers.base import TensorSpec
 from compress.models.caches.attentions import attentions_containing, cache_policies, policy_tensors, set_policy
-from compress.models.caches.base import CONFIG_KEY, CachePolicy, read_policy
+from compress.models.caches.base import CachePolicy, read_policy
+from compress.models.terms import CACHE_KEY
 from compress.passes.contract.facts import Requirements
 from compress.passes.contract.passes import BlockPass
 
@@ -105,7 +106,7 @@ def test_a_run_plans_verifies_measures_and_reports_it(recipe, tmp_path):
     planned = compress.plan(requested)
     report = compress.run(requested, tmp_path).report
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config[CONFIG_KEY][ATTENTION] == {"kind": "clipped"}
+    assert config[CACHE_KEY][ATTENTION] == {"kind": "clipped"}
     assert planned.checkpoint_bytes == report["predicted"]["tensor_bytes"]
     assert report["verified"]["transformers"] <= LOGITS and not report["kv_cache"]["stated"]
     heads, width, attentions = 2, 32, 3

@@ -3,7 +3,7 @@
 import pytest
 
 from compress.errors import TargetError
-from compress.models.structure.select import matches, select
+from compress.models.structure.patterns import matches, select
 
 NAMES = [f"model.layers.{i}.{leaf}" for i in range(2) for leaf in ("mlp.up_proj", "mlp.down_proj", "attn.q_proj")]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from compress.checkpoint.containers.gguf import FILE, write_gguf
+from compress.checkpoint.containers.gguf import write_gguf
+from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf_files.architecture import (
     WINDOW,
     Architecture,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.utils.quantization_config import Mxfp4Config
 
+from compress.checkpoint.formats import STACKED
 from compress.checkpoint.formats.accepted import NULL, TEXT, TEXTS, Accepted, without_effect
 from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
 from compress.checkpoint.formats.read_only.reader import ReadOnly
@@ -34,7 +35,7 @@ class MXFP4(ReadOnly):
 
     name = "mxfp4"
     quant_method = "mxfp4"
-    stacked: ClassVar[Mapping[str, str]] = {"_blocks": "blocks", "_scales": "scales", "_bias": "bias"}
+    stacked: ClassVar[Mapping[str, str]] = STACKED[quant_method]
     keys: ClassVar[Mapping[str, Accepted]] = {
         "quant_method": TEXT,
         "modules_to_not_convert": TEXTS | NULL,

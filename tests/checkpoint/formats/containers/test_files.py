@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.checkpoint.containers.files import atomic
-from compress.checkpoint.containers.safetensors import write_shard
+from compress.checkpoint.containers.safetensors_writing import write_shard
 from compress.errors import SaveError
 
 

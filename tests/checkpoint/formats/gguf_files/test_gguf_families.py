@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import RTN
-from compress.checkpoint.containers.gguf import FILE
+from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf import GGUF
 from compress.errors import TargetError
 from compress.layers.linear import linears

@@ -1,6 +1,6 @@
 """The tree of measurements: of one model (`Measurements`, `ModelResult`), and of a run (`RunResult`).
 
-A `Measurements` holds one key for each evaluator, whose value has the `result_type` of that evaluator. A `RunResult` is
+A `Measurements` holds one key for each evaluator, whose value has the `value_type` of its measurement. A `RunResult` is
 the content of report.json; it adds facts about the run and its checkpoint. Reports and figures render these values.
 """
 
@@ -12,18 +12,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 from typing_extensions import Self
 
-import compress.evaluation as evaluators  # discovers its evaluators by importing this folder, so they are read later
-from compress.data.ids import TextUse
-from compress.data.overlap import CalibrationSketch
+from compress.data.records import CalibrationSketch, TextUse
 from compress.data.text_source import PYTHON
-from compress.evaluation.agreement import TextAgreement
-from compress.evaluation.base import Record
-from compress.evaluation.perplexity import TextQuality
-from compress.evaluation.tasks import TaskScore
-from compress.passes.contract.context import PhaseCost
 from compress.passes.contract.journal import JournalEntry
-from compress.passes.contract.layers import LayerResult
+from compress.passes.contract.records import LayerResult, PhaseCost
 from compress.recipe.sensitivities import Sensitivities
+from compress.results.measurements import MEASUREMENTS
+from compress.results.measurements.agreement import TextAgreement
+from compress.results.measurements.base import Record
+from compress.results.measurements.perplexity import TextQuality
+from compress.results.measurements.tasks import TaskScore
 
 
 class Measurements(BaseModel):
@@ -37,8 +35,8 @@ class Measurements(BaseModel):
     @model_validator(mode="after")
     def _typed(self) -> Self:
         for key, value in self.evaluations.items():
-            if key in evaluators.EVALUATORS and value is not None:
-                adapter = TypeAdapter(evaluators.EVALUATORS[key].result_type)
+            if key in MEASUREMENTS and value is not None:
+                adapter = TypeAdapter(MEASUREMENTS[key].value_type)
                 self.evaluations[key] = adapter.validate_python(value)
         return self
 
@@ -349,6 +347,6 @@ class ModelResult(Measurements):
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of report.json (draft 2020-12), with the result of every evaluator."""
-    fields: dict[str, Any] = {key: (kind.result_type | None, None) for key, kind in evaluators.EVALUATORS.items()}
+    fields: dict[str, Any] = {key: (kind.value_type | None, None) for key, kind in MEASUREMENTS.items()}
     schema = create_model("Report", __base__=RunResult, **fields).model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from compress.evaluation.perplexity import TextQuality
 from compress.numerics.statistics import student_95
+from compress.results.measurements.perplexity import TextQuality
 
 MIN_WINDOWS = 8
 """Windows below which there is no verdict: the standard error itself is then uncertain by more than 25%."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from compress.errors import QualityError
-from compress.evaluation.comparison import Comparison
-from compress.evaluation.result import Measurements
-from compress.evaluation.tasks import TasksResult
 from compress.recipe.evaluation import QualityLimits
+from compress.results.comparison import Comparison
+from compress.results.measurements.tasks import TasksResult
+from compress.results.result import Measurements
 
 
 def check_models(comparison: Comparison) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from compress.evaluation.agreement import MEASURE_WORDS
-from compress.evaluation.base import plus_minus
-from compress.evaluation.generation import GenerationResult
-from compress.evaluation.result import ModelResult
-from compress.evaluation.tasks import TasksResult, change_of, metrics_in
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.tables import ResultTable, Shown
+from compress.results.measurements.agreement import MEASURE_WORDS
+from compress.results.measurements.base import plus_minus
+from compress.results.measurements.generation import GenerationResult
+from compress.results.measurements.tasks import TasksResult, change_of, metrics_in
+from compress.results.result import ModelResult
 
 TEXT_HEAD = ("model", "text", "predicted", "perplexity", "loss ± se", "bits per byte", "loss - base", "KL", "top-1")
 TASK_HEAD = ("model", "task", "metric", "items", "value ± se", "against the base: difference [95%], flips, McNemar p")

@@ -497,7 +497,7 @@ def test_every_evaluator_measures_every_source(source, written, texts, tmp_path,
     (tmp_path / "piqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = Evaluate(
         perplexity=(texts["test"],), windows=2, length=None, tasks=("piqa",), data=str(tmp_path), generation=True
-    )  # fmt: skip
+    )
     folder, dense = map(str, written(source))
     if folder == dense:
         dense = str(PICO)

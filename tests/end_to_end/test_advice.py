@@ -140,22 +140,39 @@ def paths(data: dict[str, Any], seen: tuple[str, ...] = ()) -> Iterator[tuple[tu
     [
         ("a: b; use format: native", [{"format": "native"}]),
         ("a; use group_size: 32, which Q4_0 has", [{"group_size": 32}]),
-        ("a; use group_size: channel and symmetric: true, or format: native",
-         [{"group_size": "channel", "symmetric": True}, {"format": "native"}]),
-        ("format awq holds weights int4, int8, not int2; use one of them, or format: native",
-         [{"weights": "int4"}, {"weights": "int8"}, {"format": "native"}]),
-        ("group_size 5 does not divide the 32 inputs; use 16, channel, or format: native",
-         [{"group_size": 16}, {"group_size": "channel"}, {"format": "native"}]),
-        ("x; use save: {format: compressed-tensors}, or train: [norms, weights]",
-         [{"format": "compressed-tensors"}, {"train": ["norms", "weights"]}]),
+        (
+            "a; use group_size: channel and symmetric: true, or format: native",
+            [{"group_size": "channel", "symmetric": True}, {"format": "native"}],
+        ),
+        (
+            "format awq holds weights int4, int8, not int2; use one of them, or format: native",
+            [{"weights": "int4"}, {"weights": "int8"}, {"format": "native"}],
+        ),
+        (
+            "group_size 5 does not divide the 32 inputs; use 16, channel, or format: native",
+            [{"group_size": 16}, {"group_size": "channel"}, {"format": "native"}],
+        ),
+        (
+            "x; use save: {format: compressed-tensors}, or train: [norms, weights]",
+            [{"format": "compressed-tensors"}, {"train": ["norms", "weights"]}],
+        ),
         ("x; use weights: uint4 or uint5, whose groups have a minimum", [{"weights": "uint4"}, {"weights": "uint5"}]),
         ("x; leave activations out", [{"activations": LEFT_OUT}]),
-        ("x; use activations: none and leave activation_scale out, or format: native", [{"activations": "none", "activation_scale": LEFT_OUT}, {"format": "native"}]),
-        ("x model.layers.0.mlp.up; leave the layer dense (weights: none in overrides), or format: native", [{"overrides": {"targets": "model.layers.0.mlp.up", "weights": "none"}}, {"format": "native"}]),
-        ("group_size 16: y has one scale; write 32, or leave group_size out", [{"group_size": LEFT_OUT}, {"group_size": 32}]),
+        (
+            "x; use activations: none and leave activation_scale out, or format: native",
+            [{"activations": "none", "activation_scale": LEFT_OUT}, {"format": "native"}],
+        ),
+        (
+            "x model.layers.0.mlp.up; leave the layer dense (weights: none in overrides), or format: native",
+            [{"overrides": {"targets": "model.layers.0.mlp.up", "weights": "none"}}, {"format": "native"}],
+        ),
+        (
+            "group_size 16: y has one scale; write 32, or leave group_size out",
+            [{"group_size": LEFT_OUT}, {"group_size": 32}],
+        ),
         ("x; use another model", []),
     ],
-)  # fmt: skip
+)
 def test_advice_is_read(message, found):
     assert alternatives(message) == found
 
@@ -169,7 +186,7 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-WITHOUT_OPTION = r"another (format|model|grid)|use gptq|directly after|remove the pass"
+WITHOUT_OPTION = r"another (format|model|grid)|use gptq|directly after|remove the pass|widen its targets"
 """Advice that is no option of the pass or of `save`."""
 
 
@@ -214,7 +231,7 @@ def written(tmp_path_factory):
 
 def export_alternatives(problem):
     """What a message of an export says to write instead."""
-    problem = re.sub(r", which .*", "", problem)
+    problem = re.sub(r"(use format: [\w, -]+?), which .*", r"\1", problem)
     found = [{"format": name} for text in re.findall(r"Lossless formats: ([\w, -]+)", problem) for name in ends(text)]
     found += [{"format": name} for text in re.findall(r"use format: ([\w, -]+)", problem) for name in ends(text)]
     found += [{"dtype": name} for name in re.findall(r"(?:use|write) (?:--)?dtype:? (\w+)", problem)]

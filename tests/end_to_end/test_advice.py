@@ -57,7 +57,7 @@ def alternatives(problem: str) -> list[Change]:
     found += [{"pass": name} for name in re.findall(r"the pass (\w+)", advice) if name in PASSES]
     if whole := re.search(r"use save: \{([^}]*)\}", advice):
         advice = advice.replace(whole[0], whole[1])
-    if both := re.search(rf"([a-z_]+): ({VALUE}) and (?:leave (\w+) out|([a-z_]+): ({VALUE}))", advice):
+    if both := re.search(rf"([a-z_]+): (\[[^\]]*\]|{VALUE}) and (?:leave (\w+) out|([a-z_]+): ({VALUE}))", advice):
         key, value, left_out, second, second_value = both.groups()
         found.append({key: read(value), **({left_out: LEFT_OUT} if left_out else {second: read(second_value)})})
         advice = advice.replace(both[0], "")

@@ -290,7 +290,7 @@ def speed(decode: float, read: float, kernel: str) -> dict[str, Any]:
 
 def journal(name: str) -> dict[str, Any]:
     """A fallback at many places, a note, and blocks that were reconstructed."""
-    few = "this expert saw few calibration tokens; use more or longer sequences"
+    few = "experts saw few calibration tokens; use more or longer sequences"
     entries = [
         {"kind": "note", "where": name, "message": f"one fold was dropped in {name}", "figures": {}},
         *(

@@ -217,10 +217,10 @@ class LayerWork:
         tokens = observer.tokens
         has_few_tokens = tokens < expert_tokens and self._in_expert(members[0])
         if tokens == 0:
-            message = "no calibration token reached this layer; it is compressed without calibration data"
+            message = "compressed without calibration data, because no calibration token arrived"
             without_data(observer)
         elif has_few_tokens:
-            message = "this expert saw few calibration tokens; use more or longer sequences"
+            message = "experts saw few calibration tokens; use more or longer sequences"
         else:
             return
         for name in members:

@@ -221,7 +221,7 @@ class Sweep:
             if not names_in_block:
                 continue
             context = self._context(block, state, label)
-            with self.run.phase(label):
+            with self.run.phase(label), self.run.journal.one_per_block(label, block.name, names_in_block):
                 uses_reference = isinstance(step, LayerPass) and step.requires.reference
                 if state.reference is not None and reference is None and not uses_reference:
                     reference = context.reference_outputs(uncompressed)  # before the block changes

@@ -105,7 +105,7 @@ class ProgressDisplay:
     def hear(self, entry: JournalEntry) -> None:
         """Show an entry of the journal: a warning, a fallback, or progress."""
         if entry.label == "warning":
-            self._print(f"{entry.label}: {entry.where}: {entry.message}")
+            self._print(f"{entry.label}: {entry.place}: {entry.message}")
         if entry.kind != "progress":
             return
         self.end_stage()

@@ -385,7 +385,8 @@ def _check_trained(
                 f"{pass_label}: save.format {format_.name} stores no scales; use save: {{format: compressed-tensors}}, "
                 f"or train: [{', '.join(available)}]"
             )
-        check_trained(step.requires.trains, available, f"{pass_label} {root}".strip())
+        place = f"{pass_label} {root}".strip()
+        check_trained(step.requires.trains, available, place, step.requires.weights_option)
 
 
 def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:

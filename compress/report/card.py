@@ -128,9 +128,12 @@ def _conditions(report: RunResult) -> str:
     reproduce = report.reproduce
     versions = {"compress": report.compress, **reproduce.packages}
     packages = [f"{name} {versions[name]}" for name in ("compress", "torch", "transformers") if versions.get(name)]
+    threads, any_number = f"threads ({reproduce.threads}), ", ""
+    if reproduce.calibration_runs is None:  # only sums over calibration tokens depend on the number of threads
+        threads, any_number = "", ", with any number of threads"
     return (
         f"The bytes are the same with the same packages ({', '.join(packages)}), device (`{reproduce.device}`), "
-        f"threads ({reproduce.threads}), kernels ({reproduce.kernels}) and kind of processor. Elsewhere, sums are "
+        f"{threads}kernels ({reproduce.kernels}) and kind of processor{any_number}. Elsewhere, sums are "
         "computed in another order, so single codes may differ."
     )
 

@@ -226,18 +226,23 @@ _REQUIRED = {
 }
 
 
-def check_trained(train: Sequence[str], available: Collection[str], label: str) -> None:
+def check_trained(
+    train: Sequence[str], available: Collection[str], label: str, weights_option: str | None = None
+) -> None:
     """Raise TargetError if a requested kind matches no parameter, or no kind does.
 
     Args:
         train: requested kinds; empty for all that exist.
         available: kinds with parameters among the targeted modules.
         label: prefix of error messages.
+        weights_option: option of the pass that is of no use without weights.
     """
     for kind in train:
         if kind not in available:
             other_kinds = ", ".join(other for other in KINDS if other in available)
             remedy = f"write train: [{other_kinds}]" if available else "widen its targets"
+            if available and kind == "weights" and weights_option is not None:
+                remedy += f" and leave {weights_option} out"
             raise TargetError(
                 f"{label}: train: {kind} matches no parameter: none of the targeted modules {_REQUIRED[kind]}; {remedy}"
             )

@@ -98,7 +98,10 @@ def test_it_recovers_a_part_of_what_2_of_4_cost(pico, pico_model, case):
 
 WRONG = {
     "alpha": ({"lora_alpha": 8}, "lora_alpha has no effect without lora_rank; set lora_rank, or leave lora_alpha out"),
-    "train": ({"lora_rank": 8, "train": ["norms"]}, "lora_rank needs weights in train; add weights to train"),
+    "train": (
+        {"lora_rank": 8, "train": ["norms"]},
+        "lora_rank needs weights in train; write train: .weights., or leave lora_rank out",
+    ),
     "rank": ({"lora_rank": 0}, "greater than or equal to 1"),
 }
 

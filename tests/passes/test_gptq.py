@@ -357,8 +357,14 @@ def test_inputs_that_are_not_finite_are_an_error(layer_of):
         ({"damping": -0.1}, "greater than 0"),
         ({"damping": 1.5}, "less than or equal to 1"),
         ({"act_order": "desc"}, "input should be 'none', 'static' or 'group'"),
-        ({"act_order": "group", "group_size": "channel"}, "needs a number as group_size, not 'channel'; use static"),
-        ({"act_order": "group", "group_size": "tensor"}, "needs a number as group_size, not 'tensor'; use static"),
+        (
+            {"act_order": "group", "group_size": "channel"},
+            "needs a number as group_size, not 'channel'; write act_order: static",
+        ),
+        (
+            {"act_order": "group", "group_size": "tensor"},
+            "needs a number as group_size, not 'tensor'; write act_order: static",
+        ),
         ({"weights": "fp8_e4m3", "symmetric": False}, "symmetric: false needs an integer grid"),
     ],
 )

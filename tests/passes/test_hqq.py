@@ -151,7 +151,7 @@ def test_a_weight_of_zeros_stays_so(layer_of):
         ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
         (
             {"weights": "nf4_dq", "symmetric": True},
-            "nf4_dq has scales that are not plain floats, but hqq finds float scales; use rtn",
+            "nf4_dq has scales that are not plain floats, but hqq finds float scales; use the pass rtn",
         ),
         ({"weights": "mxfp4", "symmetric": True}, "mxfp4 has scales that are not plain floats"),
     ],

@@ -158,7 +158,7 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
         (
             RTN(group_size=256),
             {},
-            r"model\.layers\.0\.self_attn\.q_proj: group_size 256 is larger than its 128 inputs; use a smaller one, or channel",
+            r"model\.layers\.0\.self_attn\.q_proj: group_size 256 is larger than its 128 inputs; use group_size: channel, or a smaller one",
         ),
         (RTN(group_size=256), {"format": "native"}, "group_size 256 is larger"),
         (

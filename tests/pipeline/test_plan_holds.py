@@ -3,76 +3,12 @@
 import re
 
 import pytest
+from planned_chains import CHAINS
 
 import compress
-from compress import (
-    AQLM,
-    GOBO,
-    GPTQ,
-    HQQ,
-    LKD,
-    OWQ,
-    QAT,
-    RTN,
-    BlockAP,
-    ChannelPermutation,
-    Distill,
-    DropBlocks,
-    Finetune,
-    KVCache,
-    LLMInt8,
-    LoRC,
-    Magnitude,
-    Narrow,
-    Rotate,
-    SliceGPT,
-    SqueezeLLM,
-)
+from compress import GPTQ, RTN, DropBlocks, Narrow, Rotate, SliceGPT
 from compress.checkpoint.formats import FORMATS
 from compress.errors import CompressError
-
-FEW = {"steps": 2, "batch": 2, "hold_out": 0}
-CHAINS = {
-    **{f"rtn {name}": [RTN(weights=name, group_size=16)] for name in ("int2", "int8", "fp8_e4m3", "nf4", "ternary")},
-    **{f"rtn {name}": [RTN(weights=name)] for name in ("nvfp4", "mxfp4")},
-    "channel": [RTN(weights="int8", group_size="channel")],
-    "tensor with zeros": [RTN(weights="int8", group_size="tensor", symmetric=False)],
-    "inputs": [RTN(weights="int8", group_size="channel", activations="int8")],
-    "static inputs": [RTN(weights="int8", group_size="channel", activations="int8", activation_scale="static")],
-    "static inputs, groups": [RTN(group_size=16, activations="int8", activation_scale="static")],
-    "float inputs": [RTN(group_size=16, activations="fp8_e4m3")],
-    "odd groups": [RTN(group_size=5)],
-    "order": [GPTQ(group_size=16, act_order="group")],
-    "float zeros": [HQQ(group_size=16, zero_point="float")],
-    "outlier inputs": [LLMInt8()],
-    "outliers": [OWQ(weights="int3", group_size=16)],
-    "a dictionary": [GOBO()],
-    "runs of weights": [AQLM(bits=3, length=2, rounds=1), Distill(train=["scales"], **FEW)],
-    "sums of entries, learned": [AQLM(bits=2, length=2, books=2), Distill(train=["scales"], **FEW)],
-    "dictionaries of rows": [SqueezeLLM(bits=3)],
-    "pruned, dictionaries": [Magnitude(pattern="2:4"), SqueezeLLM(bits=3, sensitivity="none")],
-    "low rank": [RTN(group_size=16), LoRC(rank=2)],
-    "pruned": [Magnitude(pattern="2:4")],
-    "permuted": [
-        ChannelPermutation(score="magnitude", escapes=0, unlinked="skip"),
-        Magnitude(pattern="2:4"),
-        RTN(group_size=16),
-    ],
-    "cache": [KVCache(), RTN(group_size=16)],
-    "scales": [RTN(group_size=16), Distill(train=["scales"], **FEW)],
-    "scales and norms": [RTN(group_size=16), Distill(train=["scales", "norms"], **FEW)],
-    "scales of blocks": [RTN(group_size=16), LKD(train=["scales"], **FEW)],
-    "scales that are no floats": [RTN(weights="mxfp4"), Distill(train=["scales"], **FEW)],
-    "weights": [RTN(group_size=16), Distill(train=["weights"], **FEW)],
-    "scales of dense layers": [Magnitude(), Distill(train=["scales"], **FEW)],
-    "scales of tiles": [RTN(weights="fp8_e4m3", group_size=16, block_rows=16), Distill(train=["scales"], **FEW)],
-    "adapters of codes": [RTN(weights="nf4_dq", group_size=16), Finetune(lora_rank=2, **FEW)],
-    "no biases": [Finetune(train=["weights", "biases"], **FEW)],
-    "no biases, rounded": [QAT(group_size=16, train=["weights", "biases"], **FEW)],
-    "no biases in blocks": [BlockAP(group_size=16, train=["weights", "biases"], **FEW)],
-    "no norms": [RTN(group_size=16), LKD(train=["norms"], targets="*_proj", **FEW)],
-    "learned": [QAT(group_size=16, train=["weights", "scales"], **FEW)],
-}
 
 
 def holds(asked, out) -> tuple[str, str] | None:

@@ -233,7 +233,7 @@ MISTAKES = {
     "no such groups": (
         START + "gptq: {act_order: group, group_size: channel}",
         "3:5",
-        "needs a number as group_size, not 'channel'; use static",
+        "needs a number as group_size, not 'channel'; write act_order: static",
     ),
     "order": (
         START + "wanda\n  - rtn: {}\n  - smoothquant",

@@ -17,6 +17,7 @@ from compress.checkpoint.formats.readers import misreadings, programs_run
 from compress.layers.base import InputTransform, TensorSpec, WeightPart
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.rounding import RoundingScheme
 from compress.models.caches.base import CachePolicy
 
 
@@ -55,6 +56,18 @@ def refuses_transforms(scheme: LayerScheme, format_name: str) -> str | None:
     if mapped is not None:
         return f"{mapped.effect}, and {format_name} cannot state this; use format: native{mapped.instead}"
     return None
+
+
+def unstated_rounding(rounding: RoundingScheme, format_name: str, other: str = "native") -> str:
+    """Return why a format that states no activation quantization cannot store a layer, and how to change the recipe.
+
+    Args:
+        rounding: activation quantization of the layer.
+        format_name: name of the format, for the message.
+        other: a format that states it.
+    """
+    also = "" if rounding.scale == "token" else " and leave activation_scale out"
+    return f"{format_name} cannot state that activations are rounded; use activations: none{also}, or format: {other}"
 
 
 def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from compress.checkpoint.formats.accepted import FLAG, NULL, NUMBER, TEXT, UNUSED, Accepted, only, without_effect
-from compress.checkpoint.formats.base import Format, refuses_embeddings
+from compress.checkpoint.formats.base import Format, refuses_embeddings, unstated_rounding
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesPart, CodesScheme
@@ -112,9 +112,11 @@ class BitsAndBytes(Format):
                 f"{format_name} holds weights int8, {grids}, not {codes.grid.name}; use one of them, or format: native"
             )
         if scheme.rounding is not None:
-            return f"{format_name} does not round the inputs of 4-bit weights; use activations: none, or format: native"
+            return unstated_rounding(scheme.rounding, f"{format_name} with 4-bit weights")
+        if codes.indexed:
+            return f"{format_name} has no group index; use act_order: static, or format: native"
         size, width = codes.group_size, scheme.shape[1]
-        if codes.indexed or size not in BLOCKS or width % int(size):
+        if size not in BLOCKS or width % int(size):
             supported = ", ".join(str(block) for block in BLOCKS if width % block == 0)
             use = f"use {supported}, or format: native" if supported else "use format: native"
             return f"{format_name} has no blocks of {size} columns for {width} inputs; {use}"
@@ -122,7 +124,9 @@ class BitsAndBytes(Format):
 
     def _refuses_int8(self, scheme: LayerScheme, codes: CodesScheme) -> str | None:
         format_name, rounding = f"format {self.name}", scheme.rounding
-        if codes.group_size not in ("channel", "tensor") or not codes.symmetric or codes.rows > 1:
+        if codes.rows > 1:
+            return f"{format_name} has no scales of blocks of rows; use block_rows: 1, or format: native"
+        if codes.group_size not in ("channel", "tensor") or not codes.symmetric:
             return (
                 f"{format_name} holds int8 weights with one scale per row, without zero points; use "
                 "group_size: channel and symmetric: true, or format: native"
@@ -130,9 +134,12 @@ class BitsAndBytes(Format):
         dynamic = rounding is not None and rounding.scale == "token" and rounding.symmetric and not rounding.columns
         dynamic = dynamic and rounding is not None and rounding.clip == 1 and rounding.groups is None
         if rounding is None or not dynamic or rounding.grid is not INT8:
+            instead = "use the pass llm_int8, or activations: int8"
+            if rounding is not None and rounding.grid is INT8:
+                instead = "use the pass llm_int8" if rounding.scale == "token" else "use activation_scale: token"
             return (
                 f"{format_name} rounds the inputs of int8 weights to int8 per token, with outlier columns found at run "
-                "time; use the pass llm_int8, or activations: int8, or format: native"
+                f"time; {instead}, or format: native"
             )
         return None
 

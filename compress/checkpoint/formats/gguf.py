@@ -45,6 +45,7 @@ from compress.checkpoint.formats.base import (
     layers_config,
     layers_of,
     refuses_transforms,
+    unstated_rounding,
 )
 from compress.checkpoint.formats.gguf_files.architecture import (
     EXPERT,
@@ -117,7 +118,7 @@ class GGUF(Format):
         if reason is not None or scheme.plain:
             return reason
         if scheme.rounding is not None:
-            return f"format {self.name} cannot state that activations are rounded; leave activations out"
+            return unstated_rounding(scheme.rounding, f"format {self.name}")
         if scheme.codes is None:
             return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
         block, codes = block_of(scheme), scheme.codes
@@ -236,6 +237,8 @@ def _spelled(codes: CodesScheme) -> str:
 
 def _instead(codes: CodesScheme) -> str:
     """What to write in place of codes that no block type holds."""
+    if codes.rows > 1:
+        return "use block_rows: 1"
     if codes.indexed:
         return "use act_order: static"
     if not codes.symmetric and not codes.grid.offset:

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.checkpoint.formats.accepted import Accepted, check_keys, only, without_effect
-from compress.checkpoint.formats.base import Ends, Format, refuses_transforms
+from compress.checkpoint.formats.base import Ends, Format, refuses_transforms, unstated_rounding
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.checkpoint.formats.readers import table
 from compress.checkpoint.sources.stated import MLX_KEY
@@ -79,7 +79,7 @@ class MLX(Format):
         if reason is not None or scheme.plain:
             return reason
         if scheme.rounding is not None:
-            return f"{format_name} cannot state that activations are rounded; use activations: none"
+            return unstated_rounding(scheme.rounding, format_name)
         codes, width = scheme.codes, scheme.shape[1]
         if codes is None:
             return f"{format_name} holds only codes, not {scheme.text}; use format: native"

@@ -121,7 +121,8 @@ class CodesScheme(PartScheme):
     def refuses(self, shape: tuple[int, int]) -> str | None:
         width = shape[1]
         if isinstance(self.group_size, int) and self.group_size > max(width, self.grid.group_size or 0):
-            return f"group_size {self.group_size} is larger than its {width} inputs; use a smaller one, or channel"
+            larger = f"group_size {self.group_size} is larger than its {width} inputs"
+            return f"{larger}; use group_size: channel, or a smaller one"
         if width % self.grid.block:
             return (
                 f"its {width} inputs are not a multiple of {self.grid.block}, the super-blocks of weights "

@@ -47,6 +47,7 @@ class Requirements:
         objective: the objective of the model on the text, `run.lm_objective`.
         training: several processes share its steps.
         trains: kinds of parameters that must exist in the layers of the pass.
+        weights_option: option that is of no use without dense weights to train; None: none is stated.
         batches: learning in steps of one calibration batch each, of which every process of a launcher needs a sequence.
         new_shape: the model gets another shape; then no layer at all may be what `never_after` says, targeted or not.
         rehearsal: the pass that a plan runs on random weights, to find structures that the pass refuses: a pass over
@@ -67,6 +68,7 @@ class Requirements:
     objective: bool = False
     training: bool = False
     trains: tuple[str, ...] = ()
+    weights_option: str | None = None
     batches: bool = False
     new_shape: bool = False
     rehearsal: Pass | None = None

@@ -299,7 +299,8 @@ class Quantizing(WeightGrid):
             raise ValueError("scale: importance searches the scales of rows; use group_size: channel, or scale: mse")
         if self.activation_scale != "token" and self.input_grid is None:
             grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
-            raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")
+            needs = f"activation_scale: {self.activation_scale} needs rounded inputs"
+            raise ValueError(f"{needs}; write activations: {grid}, or leave activation_scale out")
         fused = self.input_grid is not None and self.input_grid.scaling.fused
         if self.activation_scale == "static" and self.input_group is not None and not fused:
             raise ValueError(f"activation_scale: static: {self.activations} has a scale per group; leave it out")

@@ -47,7 +47,7 @@ def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
     if symmetric and GRIDS[name].offset:
         raise ValueError(f"symmetric: true: each group of {name} has a minimum; leave symmetric out")
     if not symmetric and GRIDS[name].symmetric_only:
-        raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
+        raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point; write symmetric: true")
     if grid_group is not None and group_size != grid_group:
         raise ValueError(
             f"group_size {group_size}: {name} has one scale for {grid_group} columns; write {grid_group}, or leave "

@@ -71,9 +71,11 @@ class GPTQ(CompensatingPass, QuantizingPass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.act_order == "group" and not isinstance(self.group_size, int):
-            raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
+            needs = f"act_order: group needs a number as group_size, not {self.group_size!r}"
+            raise ValueError(f"{needs}; write act_order: static")
         if self.act_order == "group" and self.grid.run > 1:
-            raise ValueError(f"act_order: group separates the columns that {self.weights} encodes together; use static")
+            message = f"act_order: group separates the columns that {self.weights} encodes together"
+            raise ValueError(f"{message}; write act_order: static")
 
     @property
     def requires(self) -> Requirements:

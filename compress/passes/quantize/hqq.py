@@ -56,11 +56,12 @@ class HQQ(QuantizingPass):
         super().model_post_init(context)
         if not self.grid.free_scales:
             raise ValueError(
-                f"weights: {self.weights} has scales that are not plain floats, but hqq finds float scales; use rtn"
+                f"weights: {self.weights} has scales that are not plain floats, but hqq finds float scales; use the "
+                "pass rtn"
             )
 
     def without_effect(self) -> dict[str, str]:
-        idle = {"zero_point": "without zero points; add symmetric: false"}
+        idle = {"zero_point": "without zero points; leave zero_point out"}
         return super().without_effect() | (idle if self.symmetric else {})
 
     @property

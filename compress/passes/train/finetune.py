@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from compress.layers.linear import CompressedLinear
+from compress.passes.contract.facts import Requirements
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.families.training import TrainingPass
 from compress.train.parametrization import Kind, LowRankUpdate, ParameterKind, Parametrization
@@ -43,7 +45,7 @@ class Finetune(TrainingPass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.lora_rank is not None and self.train is not None and "weights" not in self.train:
-            raise ValueError("lora_rank needs weights in train; add weights to train, or leave out train or lora_rank")
+            raise ValueError("lora_rank needs weights in train; write train: [weights], or leave lora_rank out")
 
     def without_effect(self) -> dict[str, str]:
         idle = super().without_effect()
@@ -52,6 +54,10 @@ class Finetune(TrainingPass):
         if "biases" not in (self.train or ()):
             idle["weight_rate"] = "with lora_rank, whose update learns at learning_rate; leave it out"
         return idle
+
+    @property
+    def requires(self) -> Requirements:
+        return replace(super().requires, weights_option=None if self.lora_rank is None else "lora_rank")
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:

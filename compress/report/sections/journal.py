@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.passes.contract.journal import JournalEntry
 from compress.report.names import escaped
 from compress.report.page.blocks import JournalItem, PageBlock, Prose
 from compress.report.sections.base import Section
@@ -45,16 +44,8 @@ def grouped(result: RunResult) -> dict[tuple[str, str], list[str]]:
     """Collect the places of all entries with their figures, by (label, message)."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for entry in result.journal.entries:
-        places[entry.label, entry.message].append(_place(entry))
+        places[entry.label, entry.message].append(entry.place)
     return places
-
-
-def _place(entry: JournalEntry) -> str:
-    figures = [
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in entry.figures.items()
-    ]
-    return f"{entry.where} ({', '.join(figures)})" if figures else entry.where
 
 
 def lines(result: RunResult) -> list[str]:

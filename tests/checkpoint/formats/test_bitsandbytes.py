@@ -156,7 +156,10 @@ def test_the_config_states_4_bits():
         (coded("nf4", 16), "no blocks of 16 columns for 64 inputs; use 32, 64, or format: native"),
         (coded("nf4", "channel"), "no blocks of channel columns"),
         (coded("nf4", 64, shape=(6, 80)), "no blocks of 64 columns for 80 inputs; use format: native"),
-        (coded("nf4", 32, True, rounding()), "does not round the inputs of 4-bit weights"),
+        (
+            coded("nf4", 32, True, rounding()),
+            "bitsandbytes with 4-bit weights cannot state that activations are rounded",
+        ),
         (coded("int8", "channel"), "use the pass llm_int8, or activations: int8"),
         (coded("int8", "channel", True, rounding(columns=True)), "use the pass llm_int8"),
         (coded("int8", 32, True, rounding()), "use group_size: channel and symmetric: true"),

@@ -175,10 +175,18 @@ def test_an_expert_that_saw_no_token_is_solved_without_data_and_counted(step, ti
     dense = copy.deepcopy(model)
     open_experts(dense)
     compress.apply(model, [step], ids(8, 16), journal=journal)
-    starved = [e for e in journal.entries if e.kind == "fallback" and e.figures["tokens"] == 0]
-    assert len(starved) == 9 and all(".experts.3.w" in e.where for e in starved)
-    few = [e for e in journal.entries if e.kind == "fallback" and 0 < e.figures["tokens"] < 128]
-    assert few and all("few calibration tokens" in e.message and e.figures["wanted"] == 128 for e in few)
+    warnings = [e for e in journal.entries if e.kind == "fallback"]
+    starved, few = (
+        {e.where: e.figures for e in warnings if text in e.message} for text in ("without calibration", "saw few")
+    )
+    places = [f"passes[0] {step.key()} model.layers.{block}" for block in range(3)]
+    assert list(starved) == list(few) == places and len(warnings) == 6
+    figures = {"linears": 3, "first": "mlp.experts.3.w1", "tokens": 0, "wanted": 128}
+    assert all(found == figures for found in starved.values())
+    for found in few.values():
+        assert found["linears"] in (6, 9) and found["first"].startswith("mlp.experts.") and found["wanted"] == 128
+        low, high = map(int, str(found["tokens"]).split(" to "))
+        assert 0 < low < high < 128
     name = "model.layers.1.mlp.experts.3.w3"
     weight, found = dense.get_submodule(name).weight, model.get_submodule(name).weight
     if isinstance(step, Wanda):

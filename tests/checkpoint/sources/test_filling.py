@@ -127,3 +127,15 @@ def test_without_compress_transformers_stops_and_says_what_to_write(written, mon
         AutoModelForCausalLM.from_pretrained(written)
     assert AutoConfig.from_pretrained(written).model_type == "llama"
     assert AutoTokenizer.from_pretrained(written).vocab_size > 0
+
+
+def test_only_compress_writes_again_what_stops_transformers(written, tmp_path):
+    """`save_pretrained` drops entries of config.json that it does not know, as SECURITY.md says."""
+    model = AutoModelForCausalLM.from_pretrained(written)
+    model.save_pretrained(tmp_path / "theirs")
+    compress.save(compress.load(written)[0], tmp_path / "ours")
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "theirs", tmp_path / "ours")]
+    assert [config.get("transformers_weights") for config in configs] == [
+        None,
+        "it is in format native of compress; write: import compress",
+    ]

@@ -20,7 +20,7 @@ from compress.checkpoint.formats.accepted import (
     only,
     without_effect,
 )
-from compress.checkpoint.formats.base import refuses_inputs
+from compress.checkpoint.formats.base import refuses_inputs, unstated_rounding
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import GroupSize, groups_in
@@ -83,8 +83,7 @@ def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: 
         supported = ", ".join(f"int{number}" for number in bits)
         return f"{format_name} holds weights {supported}, not {codes.grid.name}; use one of them, or format: native"
     if scheme.rounding is not None:
-        remedy = "use activations: none, or format: compressed-tensors"
-        return f"{format_name} cannot state that activations are rounded; {remedy}"
+        return unstated_rounding(scheme.rounding, format_name, "compressed-tensors")
     if codes.float_zeros:
         return f"zero points of {format_name} are integers; use zero_point: integer, or format: native"
     size = codes.group_size

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from compress.pipeline.run import run as run
     from compress.pipeline.sensitivity import sensitivity as sensitivity
     from compress.pipeline.sweep import sweep as sweep
+    from compress.pipeline.upload import upload as upload
     from compress.recipe.schema import Calibration as Calibration
     from compress.recipe.schema import Evaluate as Evaluate
     from compress.recipe.schema import Recipe as Recipe
@@ -56,6 +57,7 @@ _HOMES = {
     "save": "pipeline.export",
     "sensitivity": "pipeline.sensitivity",
     "sweep": "pipeline.sweep",
+    "upload": "pipeline.upload",
 }
 """The module that defines each public name; the classes of the passes are not listed."""
 

@@ -2,10 +2,13 @@
 
 import os
 import pickle
+import queue
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -73,8 +76,8 @@ def agreement(one: Path, two: Path) -> float:
 class ThreadLink:
     """The link between threads of a test that stand for processes; values are pickled on their way."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, slot: list):
-        self.rank, self.barrier, self.slot = rank, barrier, slot
+    def __init__(self, rank: int, barrier: threading.Barrier, slot: list, sent: dict):
+        self.rank, self.barrier, self.slot, self.sent = rank, barrier, slot, sent
 
     def meet(self) -> None:
         self.barrier.wait(600)
@@ -96,6 +99,17 @@ class ThreadLink:
     def collect(self, part):
         return torch.stack([self.broadcast(part, source) for source in range(self.barrier.parties)])
 
+    def send(self, tensor, to: int) -> None:
+        self.sent[self.rank, to].put(pickle.dumps(tensor.clone()))
+
+    def receive(self, into, source: int):
+        while self.sent[source, self.rank].empty():
+            if self.barrier.broken:  # another thread has failed
+                raise threading.BrokenBarrierError
+            time.sleep(0.001)
+        into.copy_(pickle.loads(self.sent[source, self.rank].get()))
+        return into
+
     def fail(self, code: int, message: str) -> bool:
         self.barrier.abort()
         return True
@@ -103,11 +117,11 @@ class ThreadLink:
 
 def in_threads(size: int, work: Callable[[Processes], Any]) -> list[Any]:
     """work(processes) in each of some threads that stand for processes; an error in one of them is raised here."""
-    barrier, slot = threading.Barrier(size), [None]
+    barrier, slot, sent = threading.Barrier(size), [None], defaultdict(queue.Queue)
 
     def run(rank: int) -> Any:
         try:
-            return work(Processes(rank, size, ThreadLink(rank, barrier, slot)))
+            return work(Processes(rank, size, ThreadLink(rank, barrier, slot, sent)))
         except BaseException:
             barrier.abort()
             raise

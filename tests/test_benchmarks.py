@@ -59,7 +59,7 @@ SLOW = {
     "evaluation": "{pico} --data {folder} --tasks '' --text {text} --limit 1 --rounds 1",
     "fuzz": "--inputs 2",
     "kernels": "--threads 1 --shape 64x64 --grid int4 --batch 1",
-    "memory": "rtn --planned --blocks 1 --hidden 64 --sequences 2",
+    "memory": "rtn --planned --blocks 1 --hidden 64 --sequences 2 --processes 2",
     "ranks": "{pico} {calibration} {test} wanda",
     "rows": "rtn-int8 " + PROTOCOL,
     "runtimes": "{pico} --threads 1 --rounds 1",

@@ -337,6 +337,16 @@ def test_push_to_hub_asks_for_the_login_first_and_uploads_last(spell, tmp_path, 
     assert "no effect without --push-to-hub" in call("run", spell(), "-o", out, "--public").stderr
 
 
+def test_upload_checks_the_place_first_and_uploads_last(spell, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr("compress.pipeline.upload.check_place", lambda *args: order.append(args))
+    monkeypatch.setattr("compress.pipeline.upload.upload", lambda *args: order.append(args) or args[1])
+    out = tmp_path / "out"
+    done = call("run", spell(), "-o", out, "--upload", "memory://small", "--eval", "none")
+    assert done.exit_code == 0 and "uploaded: memory://small" in done.stdout
+    assert order == [("memory://small", out, False), (out, "memory://small", False)]
+
+
 # ---- what goes wrong ----
 
 

@@ -42,6 +42,7 @@ NAMES = [
     "save",
     "sensitivity",
     "sweep",
+    "upload",
 ]
 """All public names, the classes of the passes apart: those are found by their files."""
 

@@ -3,11 +3,12 @@
 Statistics are in memory from the first observed input of a stage until its layers are solved. In lockstep
 (`true_sequential`) those of one stage are in memory at a time; if `Run.recomputes`, no batch waits inside of the block,
 and each stage is computed again (`recomputed`). Otherwise all stages are observed on the original block,
-`Run.inputs_at_once` of them in each forward pass.
+`Run.inputs_at_once` of them in each forward pass. The statistics of a layer are added in the process that solves it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from compress.blockwise.install import group_by_transforms, install, keep_worst_
 from compress.blockwise.lockstep import lockstep, run_in_turn
 from compress.blockwise.recomputed import recompute
 from compress.blockwise.reference import ReferenceBlock, twin
-from compress.blockwise.store import ActivationStore
+from compress.blockwise.store import ActivationStore, hold_in_file
 from compress.layers.linear import replace_linear
 from compress.models.experts import ROUTED, in_experts, unroute
 from compress.passes.contract.journal import JournalEntry
@@ -57,7 +58,7 @@ class LayerWork:
         self.allocated = allocated or {}
         self.results: list[LayerResult] = []
         stages = len(self.stages)
-        self.observed_at_once = stages if step.true_sequential else min(context.run.inputs_at_once or stages, stages)
+        self.observed_at_once = stages if step.true_sequential else self._observed_at_once()
         self.original = twin(module) if self.observed_at_once < stages else module
         self.reference: ReferenceBlock | None = None
         self.reference_outputs: ActivationStore | None = None
@@ -96,6 +97,18 @@ class LayerWork:
             for i in range(len(hidden)):
                 self.reference_outputs.append(self.reference.output(i))
         return self.results
+
+    def _observed_at_once(self) -> int:
+        """Return the number of stages of the original block whose statistics are in memory at once.
+
+        A Hessian takes as much memory for a part of the sequences as for all of them. So N processes observe one N-th
+        of the stages at a time if there are experts, which have most of the Hessians. Each forward pass is one over one
+        N-th of the sequences.
+        """
+        stages = len(self.stages)
+        is_divided = bool(self.experts) and issubclass(self.step.observer, Gram)
+        share = -(-stages // self.processes.size) if is_divided else stages
+        return min(self.context.run.inputs_at_once or stages, share)
 
     def _forwards(self) -> list[Callable[[], Tensor]]:
         """Return one forward pass per batch, with one of the uncompressed model for each if the pass compares them."""
@@ -138,68 +151,94 @@ class LayerWork:
 
     def _solve_stages(self, stages: Iterable[int]) -> None:
         """Solve the layers of some stages, divided over the processes, and free their statistics."""
-        shared: dict[str, float] = {}
-        for stage in stages:
+        chosen = list(stages)
+        for stage in chosen:
             self._observer(stage)  # no batch of this process may have reached the stage
-            members = self.stages[stage]
-            self._merge(members)
+        members = [name for stage in chosen for name in self.stages[stage]]
+        owners = self._owners(members)
+        absmax_by_layer: dict[str, float] = {}
+        for stage in chosen:
+            names = self.stages[stage]
+            self._merge(names, owners)
             if self.step.observer is not Nothing:
-                self._check_tokens(members)
-            absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
+                self._check_tokens(names)
+            absmax_by_layer |= dict.fromkeys(names, max(float(self.layers[n].weight.abs().max()) for n in names))
             if self.processes.size == 1:
-                self.results += [self._solve(name, absmax)[0] for name in members]
+                self.results += [self._solve(name, absmax_by_layer[name])[0] for name in names]
                 self.results = keep_worst_histograms(self.results)
-                self._free(members)
+                self._free(names)
             else:
-                shared |= dict.fromkeys(members, absmax)
-        if shared:
-            self._solve_shared(shared)
-            self._free(shared)
+                self._free(name for name in names if owners is not None and owners[name] != self.processes.rank)
+        if self.processes.size > 1 and owners is None:
+            for name in members:
+                self._solve_rows(name, absmax_by_layer[name])
+            self._free(members)
+            self._hold_in_file(members)
+        elif owners is not None:
+            self._solve_shared(absmax_by_layer, owners)
+
+    def _owners(self, members: Sequence[str]) -> Mapping[str, int] | None:
+        """Return the process that solves each layer; None if all of them solve some rows of each, or there is one."""
+        size = self.processes.size
+        is_divisible = all(self.steps[n].requires.by_rows and self.layers[n].shape[0] >= size for n in members)
+        if size == 1 or (len(members) < size and is_divisible):
+            return None
+        return dict(zip(members, divided([self._cost(name) for name in members], size), strict=True))
 
     def _free(self, names: Iterable[str]) -> None:
-        """Free the statistics of solved layers."""
+        """Free the statistics of solved layers, and of those that another process solves."""
         for name in names:
             for statistics in (self.observers, self.samples, self.input_observers):
                 statistics.pop(name, None)
         return_freed_memory()
 
-    def _merge(self, members: Sequence[str]) -> None:
-        """Merge the statistics of a stage with those of the other processes."""
-        for statistics in (self.observers, self.samples):  # shared by the linears of a stage
-            statistics[members[0]].merge(self.processes)
+    def _merge(self, members: Sequence[str], owners: Mapping[str, int] | None) -> None:
+        """Merge the statistics of a stage with those of the other processes, in the owners of its layers.
+
+        Layers that are divided by rows need the statistics in every process. Rank 0 measures their errors on a sample.
+        """
+        everywhere = range(self.processes.size)
+        ranks = everywhere if owners is None else {owners[name] for name in members}
+        self.observers[members[0]].merge(self.processes.to(ranks))  # shared by the linears of a stage
+        self.samples[members[0]].merge(self.processes.to([0] if owners is None else ranks))
         for name in members:
             if name in self.input_observers:
-                self.input_observers[name].merge(self.processes)
+                self.input_observers[name].merge(self.processes.to(everywhere if owners is None else [owners[name]]))
 
     def _first_stage(self, stage: int | None) -> int | None:
         """Return the first stage at which a batch of any process waits; an expert may get tokens in few of them."""
         return min((candidate for candidate in self.processes.gather(stage) if candidate is not None), default=None)
 
-    def _solve_shared(self, shared_absmax: Mapping[str, float]) -> None:
-        """Solve each layer in one process, or some of its rows in each, and install all solutions in every process.
+    def _solve_shared(self, absmax_by_layer: Mapping[str, float], owners: Mapping[str, int]) -> None:
+        """Solve each layer in its process, and install all solutions in every process.
 
-        If layers are divided by rows, only rank 0 gets the results.
+        Statistics are freed layer by layer. Solutions are exchanged a few at a time, and held in files.
         """
-        members, journal, size = list(shared_absmax), self.context.run.journal, self.processes.size
-        is_divisible = all(self.steps[n].requires.by_rows and self.layers[n].shape[0] >= size for n in members)
-        if len(members) < size and is_divisible:
-            for name in members:
-                self._solve_rows(name, shared_absmax[name])
-            return
+        journal, rank = self.context.run.journal, self.processes.rank
+        solved: dict[int, tuple[LayerResult, Solution, list[JournalEntry]]] = {}
+        for number, (name, absmax) in enumerate(absmax_by_layer.items()):
+            if owners[name] == rank:
+                with journal.apart() as entries:
+                    solved[number] = *self._solve(name, absmax), entries
+                self._free([name])
+        names = list(absmax_by_layer)
+        sizes = [4 * math.prod(self.layers[name].shape) for name in names]
+        for portion in self.processes.exchange(solved, sizes):
+            for number, (result, solution, entries) in sorted(portion.items()):
+                name = names[number]
+                if owners[name] != rank:
+                    with journal.apart():
+                        put(self.context, name, layer := self.layers[name], solution, layer.weight.float())
+                journal.replay(entries)
+                self.results.append(result)
+            self._hold_in_file([names[number] for number in portion])
+            self.results = keep_worst_histograms(self.results)
 
-        def solve(name: str) -> tuple[LayerResult, Solution, list[JournalEntry]]:
-            with journal.apart() as entries:
-                return *self._solve(name, shared_absmax[name]), entries
-
-        costs = [self._cost(name) for name in members]
-        owners = divided(costs, size)
-        solutions = self.processes.spread(members, solve, costs)
-        for name, owner, (result, solution, entries) in zip(members, owners, solutions, strict=True):
-            if owner != self.processes.rank:
-                with journal.apart():
-                    put(self.context, name, layer := self.layers[name], solution, layer.weight.float())
-            journal.replay(entries)
-            self.results.append(result)
+    def _hold_in_file(self, names: Sequence[str]) -> None:
+        """Hold solved layers in a file if the run has a folder for it; a model in memory stays there."""
+        if self.context.run.work is not None:
+            hold_in_file([self.layers[name] for name in names], self.context.run.work)
+            return_freed_memory()
 
     def _cost(self, name: str) -> float:
         """Estimate the relative time of a layer's solution: products with a Hessian are quadratic in the columns."""

@@ -61,6 +61,7 @@ def run(
     memory: str | None,
     push_to_hub: str | None,
     public: bool,
+    upload: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -69,7 +70,7 @@ def run(
     RECIPE is a file, or a name of `compress recipes`.
     """
     folder = out or Path("out") / find_recipe(recipe).stem
-    _run(_read(recipe, model, options), folder, overwrite, (push_to_hub, public), as_json, memory)
+    _run(_read(recipe, model, options), folder, overwrite, (push_to_hub, public, upload), as_json, memory)
 
 
 @main.command(cls=SchemesCommand)
@@ -103,6 +104,7 @@ def quantize(
     memory: str | None,
     push_to_hub: str | None,
     public: bool,
+    upload: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -115,7 +117,7 @@ def quantize(
         raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
     if model_free:
         ineffective = {**options, "overwrite": overwrite, "memory": memory, "public": public}
-        check_model_free(ineffective | {"push_to_hub": push_to_hub})
+        check_model_free(ineffective | {"push_to_hub": push_to_hub, "upload": upload})
         values = {"bits": bits, "group_size": group_size, "targets": targets or ("*",), "ignore": ignore}
         quantize_tensors(model, scheme, out, values | {"device": options["device"] or "cpu"}, as_json)
         return
@@ -124,7 +126,7 @@ def quantize(
             "--targets and --ignore are options of --model-free; write --set passes.0.gptq.ignore=[PATTERN] for a pass"
         )
     data, folder = starts.quantize_line(model, scheme, bits, group_size)
-    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
+    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public, upload), as_json, memory)
 
 
 @main.command()
@@ -146,6 +148,7 @@ def prune(
     memory: str | None,
     push_to_hub: str | None,
     public: bool,
+    upload: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -153,7 +156,7 @@ def prune(
     from compress.recipe import starts
 
     data, folder = starts.prune_line(model, method, pattern, sparsity)
-    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
+    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public, upload), as_json, memory)
 
 
 @main.command()
@@ -169,6 +172,7 @@ def distill(
     memory: str | None,
     push_to_hub: str | None,
     public: bool,
+    upload: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -176,7 +180,7 @@ def distill(
     from compress.recipe import starts
 
     data, folder = starts.distill_line(student, teacher)
-    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public), as_json, memory)
+    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public, upload), as_json, memory)
 
 
 @main.command()
@@ -285,22 +289,29 @@ def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
 
 
 def _run(
-    recipe: Recipe, folder: Path, overwrite: bool, upload: tuple[str | None, bool], as_json: bool, memory: str | None
+    recipe: Recipe,
+    folder: Path,
+    overwrite: bool,
+    targets: tuple[str | None, bool, str | None],
+    as_json: bool,
+    memory: str | None,
 ) -> None:
     """Run a recipe, print its evidence (or report.json), and upload the checkpoint.
 
-    upload: the repository of the hub, if one is given, and whether it is public.
+    targets: the repository of the hub, if one is given, whether it is public, and the address of another place.
     """
     from compress.passes.contract.journal import Journal
-    from compress.pipeline import publish
+    from compress.pipeline import publish, upload
     from compress.pipeline.progress import Waiting
     from compress.pipeline.run import run as run_recipe
 
-    repository, public = upload
+    repository, public, url = targets
     if public and repository is None:
         raise click.UsageError("--public has no effect without --push-to-hub")
     if repository is not None:
         publish.check_login(repository, private=not public)  # before hours of work
+    if url is not None:
+        upload.check_place(url, folder, overwrite)
 
     def show(report: dict[str, Any]) -> None:
         if as_json:
@@ -317,4 +328,8 @@ def _run(
         if repository is not None:
             with Waiting(f"uploading {folder} to {repository}"):
                 address = publish.push_to_hub(folder, repository, not public)
+            echo(f"uploaded: {address}", err=as_json)
+        if url is not None:
+            with Waiting(f"uploading {folder} to {url}"):
+                address = upload.upload(folder, url, overwrite)
             echo(f"uploaded: {address}", err=as_json)

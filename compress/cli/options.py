@@ -95,6 +95,11 @@ OUTPUT = (
         "--push-to-hub", metavar="REPO", help="Upload the verified checkpoint to this private repository of the hub."
     ),
     click.option("--public", is_flag=True, help="With --push-to-hub: to a public repository."),
+    click.option(
+        "--upload",
+        metavar="URL",
+        help="Upload the verified checkpoint to a folder of fsspec, such as s3://BUCKET/NAME.",
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print report.json."),
 )
 

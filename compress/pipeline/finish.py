@@ -214,11 +214,14 @@ def assist(job: Job) -> Result:
     """Compute the share of this process of the evaluation, while rank 0 finishes the run."""
     recipe, folder, opened = job.recipe, job.manifest.folder, job.opened
     opened.model.to_empty(device="meta")
+    free_models()
     manifest = open_folder(folder, job.manifest.fingerprint, overwrite=False)  # as rank 0 wrote it
     evaluated = evaluation_context(replace(job, manifest=manifest))
     if recipe.eval is not None:
         with open_source(recipe.model, recipe, opened) as original:
             measure(original, evaluated.of_base())
+        del original
+        free_models()
     job.run.processes.wait()  # until the checkpoint is verified
     if recipe.eval is not None:
         measure(load(folder, dtype_name(opened.dtype), opened.device, recipe.trust_remote_code)[0], evaluated)

@@ -103,9 +103,20 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = True, hub: 
 
 
 def upload_operations(folder: Path) -> list[CommitOperationAdd]:
-    """Return the files to upload: those that the manifest of a complete run lists.
+    """Return the operations that add the `finished_files` of a folder."""
+    return [
+        CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        for name, content in finished_files(folder).items()
+    ]
 
-    Raises OutputError for another folder; the report of a run is written after the verification.
+
+def finished_files(folder: Path) -> dict[str, Path | bytes]:
+    """Return the files to upload by name, or their content: those that the manifest of a complete run lists.
+
+    The recipe names no folder of this machine.
+
+    Raises:
+        OutputError: for another folder; the report of a run is written after the verification.
     """
     try:
         manifest = read_json(folder / WORK / MANIFEST)
@@ -116,9 +127,6 @@ def upload_operations(folder: Path) -> list[CommitOperationAdd]:
         complete, names, recipe = False, {}, {}
     if not complete:
         raise OutputError(f"{folder}: holds no finished run; finish `compress run` with this folder as -o first")
-    texts: dict[str, str | bytes] = {RECIPE_FILE: yaml_of(recipe).encode()}
-    return [
-        CommitOperationAdd(name, texts.get(name, str(folder / name)))
-        for name in sorted(names)
-        if (folder / name).is_file() and not (folder / name).is_symlink()
-    ]
+    paths = {name: folder / name for name in sorted(names)}
+    files: dict[str, Path | bytes] = {n: path for n, path in paths.items() if path.is_file() and not path.is_symlink()}
+    return files | ({RECIPE_FILE: yaml_of(recipe).encode()} if RECIPE_FILE in files else {})

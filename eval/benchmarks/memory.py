@@ -2,7 +2,7 @@
 
     python eval/benchmarks/memory.py [RECIPE.yaml...] [--blocks 4 16] [--hidden 1024]
     python eval/benchmarks/memory.py [NAME...] --planned [--blocks 4 8] [--hidden 512] [--sequences 16]
-    python eval/benchmarks/memory.py gptq wanda awq --planned --blocks 1 --experts 256 [--memory 900MB]
+    python eval/benchmarks/memory.py gptq wanda awq --planned --blocks 1 --experts 256 [--memory 900MB] [--processes 2]
 
 A sweep holds one block, so four times the blocks must not take more.
 
@@ -27,6 +27,13 @@ freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), s
 --allocator default it does as it always does. --experts: mixtures of so many experts, half as wide as the hidden states,
 8 of them for each token. --ffn, --kv-heads, --head-dim: other proportions of the blocks. --memory: the option of
 `compress run`.
+
+--processes N: each run also in N processes that divide it, as torchrun starts them, in a line of its own:
+
+    recipe, blocks, processes, planned_mb, measured_mb, largest_mb, of_one
+
+measured_mb: of each process. largest_mb: the largest of them. of_one: largest_mb relative to that of one process.
+Checkpoints are then verified by their own reader (`verify: own`), in the line of one process too.
 """
 
 from __future__ import annotations
@@ -39,7 +46,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 INTERVAL_SECONDS = 0.005
@@ -111,6 +122,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, help="heads of keys and values; as many as those of queries by default")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--memory", help="with --planned: the limit of the run")
+    parser.add_argument("--processes", type=int, default=1, help="with --planned: also measure so many that divide it")
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -123,13 +135,14 @@ def against_plans(arguments: argparse.Namespace) -> None:
     """One line per recipe and model."""
     if arguments.one:
         folder, name = Path(arguments.one), arguments.recipes[0]
-        print(json.dumps(beside_plan(folder, name, arguments.dtype, arguments.memory)), flush=True)
+        print(json.dumps(beside_plan(folder, name, arguments)), flush=True)
         return
     environment = dict(os.environ)
     if arguments.allocator == "exact":
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
     options = ["--planned", "--dtype", arguments.dtype]
     options += ["--memory", arguments.memory] if arguments.memory else []
+    options += ["--processes", str(arguments.processes)]
     with tempfile.TemporaryDirectory() as temporary:
         build(Path(temporary) / "small", 2, SMALL, PLANNED_VOCAB // 16, 16, arguments.sequences)
         for count in arguments.blocks:
@@ -137,15 +150,47 @@ def against_plans(arguments: argparse.Namespace) -> None:
             shape = {"ffn": arguments.ffn, "kv_heads": arguments.kv_heads, "head_dim": arguments.head_dim}
             build(Path(temporary) / str(count), count, *size, **shape)
             for name in arguments.recipes or PLANNED:
-                run(Path(temporary) / str(count), name, *options, environment=environment)
+                alone = run(Path(temporary) / str(count), name, *options, environment=environment)
+                if arguments.processes > 1:
+                    in_processes(Path(temporary) / str(count), name, arguments.processes, options, environment, alone)
 
 
-def beside_plan(folder: Path, name: str, dtype: str, memory: str | None) -> dict[str, object]:
+def in_processes(
+    folder: Path,
+    name: str,
+    processes: int,
+    options: list[str],
+    environment: dict[str, str],
+    alone: dict[str, float],
+) -> None:
+    """One line for the processes that divide a run. alone: the line of one process."""
+    from launching import ranks
+
+    command = [sys.executable, __file__, name, "--one", str(folder), *options]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environment, **variables})
+        for variables in ranks(processes)
+    ]
+    with ThreadPoolExecutor(processes) as readers:
+        lines = list(readers.map(lambda process: process.communicate()[0], started))
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{name}: a process of {processes} failed")
+    measured = [json.loads(line.strip().splitlines()[-1])["measured_mb"] for line in lines]
+    figures = {
+        "planned_mb": alone["planned_mb"],
+        "measured_mb": measured,
+        "largest_mb": max(measured),
+        "of_one": round(max(measured) / alone["measured_mb"], 2),
+    }
+    print(json.dumps({"recipe": name, "blocks": int(folder.name), "processes": processes, **figures}), flush=True)
+
+
+def beside_plan(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, object]:
     """The plan and the peak of one recipe, after a run on the small model; files go next to the folder."""
-    run_all(folder.parent / "small", name, dtype)
+    run_all(folder.parent / "small", name, arguments, None)
     gc.collect()
     start, peak = anonymous_mb(), Peak()
-    planned = run_all(folder, name, dtype, memory) / 2**20
+    planned = run_all(folder, name, arguments, arguments.memory) / 2**20
     measured = peak.take() - start
     figures = {
         "planned_mb": round(planned, 1),
@@ -155,23 +200,26 @@ def beside_plan(folder: Path, name: str, dtype: str, memory: str | None) -> dict
     return {"recipe": name, "blocks": int(folder.name), **figures}
 
 
-def run_all(folder: Path, name: str, dtype: str, memory: str | None = None) -> int:
-    """Compress, check and evaluate; the bytes that the plan predicts."""
+def run_all(folder: Path, name: str, arguments: argparse.Namespace, memory: str | None) -> int:
+    """Compress, check and evaluate; the bytes that the plan predicts, 0 in processes without a report."""
     import compress
 
     ids = str(folder / "ids.npy")
     recipe = compress.Recipe.model_validate(
         {
             "model": str(folder),
-            "dtype": dtype,
+            "dtype": arguments.dtype,
             "calibration": {"source": ids, "sequences": None, "length": None},
             "passes": PLANNED[name],
             "eval": {"perplexity": [ids], "windows": 2, "length": None},
-            "save": {"verify": "full" if memory is None else "own"},
+            "save": {"verify": "full" if memory is None and arguments.processes == 1 else "own"},
         }
     )
-    with tempfile.TemporaryDirectory() as out:
-        return compress.run(recipe, out, memory=memory).report["predicted"]["memory_bytes"]
+    launch = os.environ.get("MASTER_PORT")  # the processes of a launch share the folder
+    shared = None if launch is None else folder.parent / f"{folder.name}-{name}-{launch}"
+    with nullcontext(shared) if shared else tempfile.TemporaryDirectory() as out:
+        report = compress.run(recipe, out, memory=memory).report
+    return report["predicted"]["memory_bytes"] if report else 0
 
 
 def build(

@@ -1,7 +1,11 @@
 """A sweep whose sequences and layers are divided over processes gives what one process gives, but for float sums."""
 
 import copy
+import itertools
+import threading
+import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from compress.models.experts import open_experts
 from compress.models.kinds.batch import Examples
 from compress.numerics.metrics import relative_error
 from compress.passes.contract.journal import Journal
+from compress.passes.contract.observers import Gram, InputNorm, Observer
 from compress.passes.contract.processes import ALONE
 from compress.pipeline.divide import own_batches
 from compress.pipeline.engine import Memory, engine
@@ -47,13 +52,13 @@ SEARCHED = {"awq, gptq", "smoothquant, searched", "gptq, lorc", "signround", "om
 """Chains in which the last bit of a statistic, or other sampled rows, may move a whole layer."""
 
 
-def swept(model, ids, passes, processes=ALONE):
-    """The model after the passes, in one of some processes."""
+def swept(model, ids, passes, processes=ALONE, work=None):
+    """The model after the passes, in one of some processes. work: the folder of the run."""
     opened = in_memory(model)
     open_experts(opened.model)
     asked = compress.Recipe(model="pico", passes=passes, save={"format": "native"}, eval=None)
     resolved = resolve(asked, opened)
-    run = run_of(resolved, Journal(), processes=processes, calibration=ids)
+    run = run_of(resolved, Journal(), processes=processes, calibration=ids, work=work)
     with torch.no_grad():
         engine(resolved, own_batches(Examples.of_ids(ids), 4, processes), batch_of(ids[:1]), run, Memory())
     return opened.model, [(e.where, e.message) for e in run.journal.entries]
@@ -94,6 +99,84 @@ def test_experts_that_get_tokens_in_some_processes_only(chain, tiny, ids):
     found = in_threads(3, lambda processes: swept(copy.deepcopy(model), text, CHAINS[chain], processes))
     assert state(found[0][0]) == state(found[1][0]) == state(found[2][0])
     assert agreement(alone, found[0][0]) > 0.98
+
+
+class Counted(Observer):
+    """An observer with a number of its own, and the observers of each process that are in memory."""
+
+    numbers = itertools.count()
+    alive = weakref.WeakSet()
+    made, most = {}, {}  # by process: all, and the most at once
+
+    def __init__(self, width, device):
+        super().__init__(width, device)
+        self.number, self.process = next(Counted.numbers), threading.get_ident()
+        Counted.alive.add(self)
+        self.made[self.process] = self.made.get(self.process, 0) + 1
+        self.most[self.process] = max(self.most.get(self.process, 0), len(self.of_process()))
+
+    @staticmethod
+    def of_process():
+        return {observer.number for observer in list(Counted.alive) if observer.process == threading.get_ident()}
+
+
+class CountedNorm(Counted, InputNorm):
+    pass
+
+
+class CountedGram(Counted, Gram):
+    pass
+
+
+solved = {}
+"""For each process, of each layer that it solves: the number of its observer, and those of all that are in memory."""
+
+
+class Watched(compress.Wanda):
+    """Notes the statistics that are in memory when a layer is solved."""
+
+    watched: ClassVar = CountedNorm
+
+    @property
+    def observer(self):
+        return self.watched
+
+    def solve(self, weight, statistics, layer):
+        solved.setdefault(threading.get_ident(), []).append((statistics.number, Counted.of_process()))
+        return super().solve(weight, statistics, layer)
+
+
+class WatchedHessians(Watched):
+    watched: ClassVar = CountedGram
+
+
+@pytest.mark.parametrize("step", [Watched, WatchedHessians])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_process_holds_the_statistics_of_the_layers_that_it_solves(processes, step, tiny, ids):
+    model, text = tiny("mixtral", num_hidden_layers=1), ids(6, 8)
+    for records in (solved, Counted.made, Counted.most):
+        records.clear()
+    chain = [step(sparsity=0.5, repair=0, true_sequential=False)]
+    in_threads(processes, lambda each: swept(copy.deepcopy(model), text, chain, each))
+    assert len(solved) == processes
+    for process, layers in solved.items():
+        used = {number for number, _ in layers}
+        assert processes == 1 or all(alive <= used for _, alive in layers)  # none of a layer of another process
+        assert len(layers[-1][1]) == 1  # they are freed layer by layer
+        # a Hessian is as large for some sequences as for all of them, so fewer are observed at once
+        share = -(-Counted.made[process] // processes) if step is WatchedHessians else Counted.made[process]
+        assert Counted.most[process] == share
+        assert processes == 1 or len(used) < Counted.made[process]
+
+
+@pytest.mark.parametrize("chain", ["wanda", "gptq on the original block"])
+def test_weights_in_files_are_the_same(chain, tiny, ids, tmp_path, monkeypatch):
+    model, text = tiny("mixtral", num_hidden_layers=2), ids(4, 8)
+    held = in_threads(2, lambda each: swept(copy.deepcopy(model), text, CHAINS[chain], each))
+    monkeypatch.setattr("compress.blockwise.store.LEAST_BYTES", 0)
+    in_files = in_threads(2, lambda each: swept(copy.deepcopy(model), text, CHAINS[chain], each, tmp_path / "work"))
+    assert (tmp_path / "work").exists() and not list((tmp_path / "work").iterdir())
+    assert state(held[0][0]) == state(in_files[0][0]) == state(in_files[1][0])
 
 
 def test_every_batch_is_divided_by_the_numbers_of_its_sequences():

@@ -2,12 +2,15 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from textwrap import dedent
 
+import psutil
 import pytest
-from launching import ROOT, agreement, finish, fork, start
+from launching import ENVIRONMENT, ROOT, agreement, finish, fork, free_port, start
 from speech import write_model, write_recordings
 
 from compress.checkpoint.containers.files import file_sha256
@@ -140,6 +143,44 @@ def test_the_others_end_within_a_minute_of_a_process_that_is_killed(recipes, tmp
     lines = [line for line in (first + second).splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "run the same command again to resume, with any number of processes" in lines[0]
     run(1, tmp_path, [recipes[0]])
+
+
+def machines(command: list[str], port: int) -> list[subprocess.Popen]:
+    """torchrun on two machines, both at the loopback address, with one process of the command each.
+
+    The first one is the host, where the processes find each other.
+    """
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", str(port)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
+    commands = [[*torchrun, "--rdzv-conf", f"is_host={host}", *command] for host in (1, 0)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(each, env=ENVIRONMENT, **pipes) for each in commands]
+
+
+def switch_off(machine: subprocess.Popen) -> None:
+    """Kill torchrun and its processes without notice."""
+    for process in [*psutil.Process(machine.pid).children(recursive=True), machine]:
+        process.kill()
+
+
+def test_a_machine_ends_within_a_minute_of_another_one_and_both_resume(recipes, tmp_path):
+    run(2, tmp_path / "unbroken", [recipes[0]])
+    out = tmp_path / "out"
+    command, port = ["-m", "compress", "run", recipes[0], "-o", str(out)], free_port()
+    started = machines(command, port)
+    while not kept(out) and all(machine.poll() is None for machine in started):
+        time.sleep(0.01)
+    switch_off(started[1])
+    begin = time.monotonic()
+    ended = finish(started, 120)
+    assert time.monotonic() - begin < 60
+    code, _, errors = ended[0]
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert code == 1 and len(lines) == 1 and "run the same command again to resume" in lines[0], errors
+    assert kept(out) and not (out / "report.json").exists()
+    again = finish(machines(command, port))
+    assert [code for code, _, _ in again] == [0, 0], again
+    assert sums(out) == sums(tmp_path / "unbroken" / "gptq")
 
 
 def test_what_cannot_be_divided_is_refused_before_work(tmp_path):

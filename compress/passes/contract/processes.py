@@ -13,7 +13,7 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, reduce
@@ -38,17 +38,27 @@ LEAVE_SECONDS = 10.0  # in which the others read the last values of the store
 PAUSE_SECONDS = 0.01  # the longest pause between two looks whether the others have arrived
 SMALL = 1 << 12  # characters of a value that goes over the store
 BROADCAST = "-"  # in the store, of a value that does not
+SENT_NUMBERS = 1 << 20  # numbers of a tensor that go to its owner at a time, so that it holds few of the others' parts
+EXCHANGED_BYTES = 1 << 24  # of the values that processes exchange at a time
 LATE = 0.05  # of the time of waiting, by which a process may notice too late that the others have arrived
 AGAIN = "run the same command again to resume, with any number of processes"
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the launcher; alone without a launcher."""
+    """This process among those of the launcher; alone without a launcher.
+
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
+        link: the connection to the others; None for one process.
+        owners: the ranks that get sums, maxima and collected tensors (`to`); None: all.
+    """
 
     rank: int = 0
     size: int = 1
     link: ProcessLink | None = field(default=None, compare=False, repr=False)
+    owners: frozenset[int] | None = None
 
     @classmethod
     def launched(cls, cpu: bool) -> Processes:
@@ -73,9 +83,60 @@ class Processes:
         """
         return list(items[(self.rank - offset) % self.size :: self.size])
 
+    def to(self, owners: Iterable[int]) -> Processes:
+        """Return the same processes, of which only `owners` get sums, maxima and collected tensors.
+
+        The others send their parts and get their own part back, so that no process holds statistics of layers that it
+        does not solve. The bits in the owners are those that all processes would get.
+        """
+        ranks = frozenset(owners)
+        return replace(self, owners=None if len(ranks) == self.size else ranks)
+
+    @property
+    def owns(self) -> bool:
+        """Whether this process gets sums, maxima and collected tensors."""
+        return self.owners is None or self.rank in self.owners
+
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, in the order of ranks, in every process."""
+        """Return the values of all processes, in the order of ranks, in every process, whoever the owners are."""
         return [value] if self.link is None else self.link.gather(value)
+
+    def collect(self, tensor: Tensor | None) -> list[Tensor]:
+        """Return the tensors of all processes that have one, in the order of ranks; only the own one without `owns`."""
+        own = [] if tensor is None else [tensor]
+        if self.link is None:
+            return own
+        if self.owners is None:
+            return [part for part in self.gather(tensor) if part is not None]
+        headers = self.gather(None if tensor is None else _header(tensor))
+        collected = own
+        for owner in sorted(self.owners):
+            if owner == self.rank:
+                collected = [
+                    tensor if source == self.rank and tensor is not None else self._received(header, source)
+                    for source, header in enumerate(headers)
+                    if header is not None
+                ]
+            elif tensor is not None:
+                self.link.send(tensor.detach().cpu().contiguous(), owner)
+        return collected
+
+    def _received(self, header: tuple[Any, ...], source: int) -> Tensor:
+        """Receive the tensor of a process, on a device of the same type."""
+        assert self.link is not None
+        device, dtype, *shape = header
+        return self.link.receive(torch.empty(shape, dtype=getattr(torch, dtype)), source).to(device)
+
+    def exchange(self, values: dict[int, T], sizes: Sequence[int]) -> Iterator[dict[int, T]]:
+        """Yield the values of items by number to every process, a few items at a time.
+
+        Args:
+            values: those of this process; each item belongs to one process. They are removed when they are sent.
+            sizes: bytes of the values of all items, by which few are sent at a time.
+        """
+        for numbers in _portions(sizes):
+            parts = self.gather({number: values.pop(number) for number in numbers if number in values})
+            yield {number: value for part in parts for number, value in part.items()}
 
     def wait(self) -> None:
         """Wait until all processes are here."""
@@ -92,7 +153,7 @@ class Processes:
             self.wait()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor of one shape over all processes, added in the order of ranks."""
+        """Return the sum of a tensor of one shape over all processes, added in the order of ranks; see `to`."""
         return self.sums([tensor])[0]
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -150,10 +211,32 @@ class Processes:
         if self.link is None or not tensor.numel():
             return tensor
         flat = tensor.detach().cpu().reshape(-1)
+        if self.owners is not None:
+            return self._reduced(flat, combine).view(tensor.shape).to(tensor.device)
         length = -(-len(flat) // self.size)
         parts = functional.pad(flat, (0, length * self.size - len(flat))).view(self.size, length)
         folded = self.link.collect(reduce(combine, self.link.exchange(parts).unbind()))
         return folded.view(-1)[: len(flat)].view(tensor.shape).to(tensor.device)
+
+    def _reduced(self, flat: Shaped[Tensor, " length"], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Combine flat tensors of all processes in the owners; the others get their own back.
+
+        An owner receives a part of one process at a time.
+        """
+        assert self.link is not None and self.owners is not None
+        combined = torch.empty_like(flat) if self.owns else flat
+        for start in range(0, len(flat), SENT_NUMBERS):
+            part = flat[start : start + SENT_NUMBERS]
+            for owner in sorted(self.owners):
+                if owner == self.rank:
+                    parts = (
+                        part if source == self.rank else self.link.receive(torch.empty_like(part), source)
+                        for source in range(self.size)
+                    )
+                    combined[start : start + SENT_NUMBERS] = reduce(combine, parts)
+                else:
+                    self.link.send(part, owner)
+        return combined
 
 
 ALONE = Processes()
@@ -243,6 +326,17 @@ class ProcessLink:
                 dist.broadcast(row, source, self._group)
         return received
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a contiguous tensor on the CPU to a process that receives it; after `meet`."""
+        with _connected():
+            dist.send(tensor, to, self._group)
+
+    def receive(self, into: Tensor, source: int) -> Tensor:
+        """Receive a tensor that a process sends, into one of its shape and dtype; after `meet`."""
+        with _connected():
+            dist.recv(into, source, self._group)
+        return into
+
     def meet(self) -> None:
         """Wait until all processes are here.
 
@@ -327,6 +421,25 @@ def divided(costs: Sequence[float], size: int) -> list[int]:
         owners[item] = work.index(min(work))
         work[owners[item]] += costs[item]
     return owners
+
+
+def _header(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the type of device, the name of the dtype, and the shape of a tensor, as plain values."""
+    return tensor.device.type, str(tensor.dtype).removeprefix("torch."), *tensor.shape
+
+
+def _portions(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the numbers of consecutive items of at most `EXCHANGED_BYTES` together, or of one item."""
+    portion: list[int] = []
+    total = 0
+    for number, size in enumerate(sizes):
+        if portion and total + size > EXCHANGED_BYTES:
+            yield portion
+            portion, total = [], 0
+        portion.append(number)
+        total += size
+    if portion:
+        yield portion
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -27,7 +27,7 @@ class Sample:
 
     def merge(self, processes: Processes) -> None:
         """Keep rows of all processes, evenly spaced, up to the limit."""
-        if processes.size > 1 and (samples := [part for part in processes.gather(self.rows) if part is not None]):
+        if processes.size > 1 and (samples := processes.collect(self.rows)):
             rows = torch.cat(samples)
             self._rows = [rows[:: -(-rows.shape[0] // self.ROWS)].clone()]
 

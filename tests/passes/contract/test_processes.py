@@ -19,7 +19,7 @@ from compress.passes.contract.observers import (
     OutlierFrequency,
     UnitGram,
 )
-from compress.passes.contract.processes import ALONE, divided, moved
+from compress.passes.contract.processes import ALONE, EXCHANGED_BYTES, SENT_NUMBERS, divided, moved
 from compress.passes.contract.samples import Rows, Sample
 from compress.passes.quantize.awq import Moments
 
@@ -67,6 +67,51 @@ def test_tensors_of_any_size_are_added_and_keep_their_shape(shape):
 
     for added, count in in_threads(3, lambda p: p.sums([parts[p.rank], counts[p.rank]])):
         assert torch.equal(added, expected) and added.shape == shape and count.tolist() == [3]
+
+
+@pytest.mark.parametrize("owners", [[0], [1, 2], [2]])
+@pytest.mark.parametrize("length", [0, 1, 5, SENT_NUMBERS + 3])
+def test_owners_alone_get_the_bits_that_all_would_get(owners, length):
+    parts = torch.randn(3, length, generator=torch.Generator().manual_seed(0))
+
+    def work(processes):
+        own = parts[processes.rank]
+        return [(p.sums([own, own.double()]), p.maximum(own)) for p in (processes, processes.to(owners))]
+
+    for rank, ((sums, largest), (owned_sums, owned_largest)) in enumerate(in_threads(3, work)):
+        if rank in owners:
+            assert all(map(torch.equal, sums, owned_sums)) and torch.equal(largest, owned_largest)
+        else:
+            assert torch.equal(owned_sums[0], parts[rank]) and torch.equal(owned_largest, parts[rank])
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1])
+def test_owners_collect_tensors_of_any_size_in_the_order_of_ranks(missing):
+    parts = [torch.full((rank + 1, 2), float(rank), dtype=torch.bfloat16) for rank in range(3)]
+
+    def work(processes):
+        own = None if processes.rank == missing else parts[processes.rank]
+        return processes.collect(own), processes.to([1]).collect(own), processes.to(range(3)).owners
+
+    expected = [part for rank, part in enumerate(parts) if rank != missing]
+    for rank, (everywhere, owned, owners) in enumerate(in_threads(3, work)):
+        own = [] if rank == missing else [parts[rank]]
+        for found, wanted in ((everywhere, expected), (owned, expected if rank == 1 else own)):
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        assert owners is None
+    assert ALONE.collect(None) == [] and ALONE.collect(parts[0])[0] is parts[0] and ALONE.to([0]).owns
+
+
+def test_values_are_exchanged_a_few_at_a_time():
+    sizes = [EXCHANGED_BYTES // 2, EXCHANGED_BYTES // 2, 1, 3 * EXCHANGED_BYTES, 2]
+
+    def work(processes):
+        own = {number: 10 * number for number in range(5) if number % 2 == processes.rank}
+        return [(portion, len(own)) for portion in processes.exchange(own, sizes)]
+
+    for rank, portions in enumerate(in_threads(2, work)):
+        assert [portion for portion, _ in portions] == [{0: 0, 1: 10}, {2: 20}, {3: 30}, {4: 40}]
+        assert [left for _, left in portions] == [[2, 1, 1, 0], [1, 1, 0, 0]][rank]  # a process keeps none
 
 
 def test_each_item_is_computed_once_and_known_to_all():

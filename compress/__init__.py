@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compress.pipeline.evaluation import evaluate as evaluate
     from compress.pipeline.export import save as save
     from compress.pipeline.finish import Result as Result
+    from compress.pipeline.imatrix import imatrix as imatrix
     from compress.pipeline.model_free import quantize_folder as quantize_folder
     from compress.pipeline.oneline import distill as distill
     from compress.pipeline.oneline import prune as prune
@@ -55,6 +56,7 @@ _HOMES = {
     "quantize_folder": "pipeline.model_free",
     "run": "pipeline.run",
     "save": "pipeline.export",
+    "imatrix": "pipeline.imatrix",
     "sensitivity": "pipeline.sensitivity",
     "sweep": "pipeline.sweep",
     "upload": "pipeline.upload",

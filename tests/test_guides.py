@@ -30,6 +30,7 @@ SMALLER = {
     "run awq_checkpoint": "run awq_checkpoint --set passes.0.awq.group_size=32 --set passes.1.gptq.group_size=32",
     "tensor_parallel: 3": "tensor_parallel: 1",
     "--context 2048": "--context 256",
+    "120MB": "0.48MB",
 }
 """What is read instead of what stands there, so that a page takes seconds."""
 LITTLE_TEXT = ["--calibration", "embedded", "--set", "calibration.sequences=4", "--set", "calibration.length=64"]

@@ -32,6 +32,7 @@ NAMES = [
     "distill",
     "evaluate",
     "export",
+    "imatrix",
     "load",
     "plan",
     "prune",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,7 +149,16 @@ class EmbeddingWork:
         context = EmbeddingContext(label, self.run, self.opened.dtype)
         absmax = float(layer.weight.abs().max())
         log, signed, seed = context.logger(end.name), self.run.format.negative_scales, self.run.seed
+        importance = partial(self.run.importance, end.name)
         facts = Layer(
-            end.name, layer.mask, self.run.storage, log, layer_observer, absmax, negative_scales=signed, seed=seed
+            end.name,
+            layer.mask,
+            self.run.storage,
+            log,
+            layer_observer,
+            absmax,
+            negative_scales=signed,
+            seed=seed,
+            importance=importance,
         )
         return install(context, end.name, layer, sample.rows, lambda weight: layer_step.solve(weight, observer, facts))

@@ -311,4 +311,5 @@ class LayerWork:
             self.context.run.format.negative_scales,
             self.context.run.seed,
             partial(self.context.run.source_codes, full),
+            partial(self.context.run.importance, full),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,16 +133,28 @@ def _surveyed(inputs: SweepInputs, name: str, observer_by_group: dict[Any, Obser
         without_data(observer)
     run, signed = inputs.context.run, inputs.context.run.format.negative_scales
     layer = Layer(
-        inputs.context.full(name), module.mask, run.scale_dtype, _silent, negative_scales=signed, seed=run.seed
+        full := inputs.context.full(name),
+        module.mask,
+        run.scale_dtype,
+        _silent,
+        negative_scales=signed,
+        seed=run.seed,
+        importance=partial(run.importance, full),
     )
-    return Surveyed(layer, module, observer, inputs.rows(name), inputs.context.full(_joint_name(inputs, name)))
+    stored_bytes = partial(run.format.size_bytes, storage=run.storage)
+    joint = inputs.context.full(_joint_name(inputs, name, run.format.alike))
+    return Surveyed(layer, module, observer, inputs.rows(name), joint, stored_bytes)
 
 
-def _joint_name(inputs: SweepInputs, name: str) -> str:
-    """Return the first linear that servers compute together with this one, with '*' for the number of an expert."""
+def _joint_name(inputs: SweepInputs, name: str, alike: bool) -> str:
+    """Return the first linear that is stored as this one, with '*' for the number of an expert.
+
+    alike: whether those are the linears with the same input, which servers compute together.
+    """
     group = next(group for group in inputs.groups if name in group.linears)
     parent = name.rpartition(".")[0]
-    first_linear = next(linear for linear in group.linears if linear.rpartition(".")[0] == parent)
+    joined = (linear for linear in group.linears if linear.rpartition(".")[0] == parent)
+    first_linear = next(joined) if alike else name
     for expert in in_experts(inputs.context.block.module):
         if first_linear.startswith(f"{expert}."):
             return f"{expert.rpartition('.')[0]}.*{first_linear.removeprefix(expert)}"

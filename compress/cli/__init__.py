@@ -7,6 +7,7 @@ from compress.cli.completion import completion
 from compress.cli.eval import evaluate
 from compress.cli.export import export
 from compress.cli.generate import generate
+from compress.cli.imatrix import imatrix
 from compress.cli.init import init
 from compress.cli.inspect import inspect
 from compress.cli.passes import passes, recipes, schemes
@@ -30,6 +31,7 @@ for command in (
     roofline,
     schemes,
     sensitivity,
+    imatrix,
     sweep,
 ):
     main.add_command(command)

@@ -83,6 +83,11 @@ def run(
 @click.option("--bits", type=click.IntRange(2, 8), help="Instead of a scheme: GPTQ to integers of so many bits.")
 @click.option("--group-size", type=click.IntRange(min=1), help="With --bits: weights that share a scale.")
 @click.option(
+    "--size",
+    metavar="SIZE",
+    help="With --scheme gguf, or alone: the size of the checkpoint, such as 90MB; the bits of each layer are chosen.",
+)
+@click.option(
     "--model-free",
     is_flag=True,
     help="Round the tensors of a folder to nearest, one by one, without the class of the model and without text.",
@@ -96,6 +101,7 @@ def quantize(
     scheme: str | None,
     bits: int | None,
     group_size: int | None,
+    size: str | None,
     model_free: bool,
     targets: tuple[str, ...],
     ignore: tuple[str, ...],
@@ -111,11 +117,13 @@ def quantize(
     """Quantize MODEL by a scheme: a tested chain of passes."""
     from compress.recipe import starts
 
-    if (scheme is None) == (bits is None):
+    if size is None and (scheme is None) == (bits is None):
         raise click.UsageError("write --scheme, such as --scheme W4A16, or --bits, such as --bits 4 --group-size 128")
-    if group_size is not None and bits is None:
+    if group_size is not None and scheme is not None:
         raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
     if model_free:
+        if size is not None:
+            raise click.UsageError("--size needs the model, which measures the layers; leave --model-free out")
         ineffective = {**options, "overwrite": overwrite, "memory": memory, "public": public}
         check_model_free(ineffective | {"push_to_hub": push_to_hub, "upload": upload})
         values = {"bits": bits, "group_size": group_size, "targets": targets or ("*",), "ignore": ignore}
@@ -125,7 +133,7 @@ def quantize(
         raise click.UsageError(
             "--targets and --ignore are options of --model-free; write --set passes.0.gptq.ignore=[PATTERN] for a pass"
         )
-    data, folder = starts.quantize_line(model, scheme, bits, group_size)
+    data, folder = starts.quantize_line(model, scheme, bits, group_size, size)
     _run(_build(data, options), out or folder, overwrite, (push_to_hub, public, upload), as_json, memory)
 
 
@@ -199,12 +207,14 @@ def distill(
 @click.option(
     "--scheme", shell_complete=complete_scheme, help="Instead of a recipe: RECIPE is a model, and this its scheme."
 )
+@click.option("--size", metavar="SIZE", help="With --scheme gguf: the size of the file, such as 90MB.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def plan(
     recipe: str,
     model: str | None,
     hardware: str | None,
     scheme: str | None,
+    size: str | None,
     out: Path | None,
     all_modules: bool,
     memory: str | None,
@@ -219,7 +229,11 @@ def plan(
     With --hardware, show the memory, the disk and the time on these devices instead of the modules, and the number of
     devices that takes the least device-hours. No weights are read.
     """
-    parsed_recipe = _read(recipe, model, options) if scheme is None else _of_scheme(recipe, model, scheme, options)
+    if size is not None and scheme is None:
+        raise click.UsageError("--size is an option of --scheme gguf; in a recipe write allocate: {size: ...}")
+    parsed_recipe = (
+        _read(recipe, model, options) if scheme is None else _of_scheme(recipe, model, scheme, size, options)
+    )
     from compress.pipeline.progress import Waiting
 
     if hardware is not None:
@@ -235,13 +249,13 @@ def plan(
         print_plan(planned, all_modules)
 
 
-def _of_scheme(source: str, model: str | None, scheme: str, options: dict[str, Any]) -> Recipe:
+def _of_scheme(source: str, model: str | None, scheme: str, size: str | None, options: dict[str, Any]) -> Recipe:
     """Build the recipe of `compress quantize` for a model and a scheme."""
     from compress.recipe import starts
 
     if model is not None:
         raise click.UsageError(f"--model is an option of a recipe; with --scheme write only the model: {source}")
-    return _build(starts.quantize_line(source, scheme, None, None)[0], options)
+    return _build(starts.quantize_line(source, scheme, None, None, size)[0], options)
 
 
 def _plan_hardware(

@@ -40,7 +40,7 @@ TASKS = {
         ("quantize", "prune", "distill", "run", "sweep"), "compress quantize MODEL --scheme W4A16"
     ),
     "Write a recipe": Task(
-        ("init", "plan", "recipes", "schemes", "passes", "sensitivity"),
+        ("init", "plan", "recipes", "schemes", "passes", "sensitivity", "imatrix"),
         'compress init MODEL --target "4 bits" -o recipe.yaml',
     ),
     "Measure": Task(("eval", "compare", "bench", "roofline"), "compress eval out/small --base MODEL"),

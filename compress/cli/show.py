@@ -154,7 +154,11 @@ def print_plan(planned: Plan, all_modules: bool) -> None:
     for note in planned.notes:
         print_sentence(f"note: {note}")
     tensors, dense = megabytes(planned.checkpoint_bytes), megabytes(planned.dense_bytes)
-    print_sentence(f"checkpoint: {tensors} MB of tensors ({dense} MB dense)")
+    if planned.target_bytes is None:
+        print_sentence(f"checkpoint: {tensors} MB of tensors ({dense} MB dense)")
+    else:
+        target = megabytes(planned.target_bytes)
+        print_sentence(f"checkpoint: at most {target} MB ({dense} MB dense); the types above change within that size")
     for name, size in planned.formats.items():
         echo(f"converted to {name}: {megabytes(size)} MB of tensors, in the folder {name} inside")
     process_bytes = planned.process_bytes

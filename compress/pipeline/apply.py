@@ -23,6 +23,7 @@ from compress.pipeline.engine import Memory, engine
 from compress.pipeline.given_data import examples_in
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.resolve import resolve, run_of, teachers
+from compress.pipeline.sizes import within_size
 from compress.pipeline.sources import in_memory
 from compress.pipeline.texts import PROBE_TOKENS
 from compress.recipe.calibration import Calibration
@@ -80,7 +81,7 @@ def apply(
         calibration=Calibration(sequences=None, length=None),  # the caller gives token ids
         eval=None,
     )
-    resolved = resolve(recipe, opened)
+    resolved = within_size(resolve(recipe, opened))
     for log in resolved.fitted:
         journal.add("note", "plan", log)
     if calibration is None and any(step.requires.data for step in passes):

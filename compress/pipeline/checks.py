@@ -14,7 +14,7 @@ from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.problems import for_all
 from compress.pipeline.formats import Check, check_formats
 from compress.pipeline.model_facts import ModelFacts
-from compress.pipeline.needs import check_original, check_shared_inputs, check_teachers
+from compress.pipeline.needs import check_imatrix, check_original, check_shared_inputs, check_teachers
 from compress.pipeline.notes import (
     misread_notes,
     pass_notes,
@@ -77,6 +77,7 @@ def check_further_formats(resolved: ResolvedRecipe, facts: ModelFacts) -> list[s
 CHECKS: tuple[Check, ...] = (
     check_cache,
     check_end_types,
+    check_imatrix,
     check_teachers,
     check_original,
     check_shared_inputs,

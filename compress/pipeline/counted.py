@@ -20,6 +20,7 @@ from compress.pipeline.formats import further_formats
 from compress.pipeline.model_facts import ModelFacts, facts_of
 from compress.pipeline.plan import block_bytes, footprint_of, plan_on
 from compress.pipeline.resolve import ResolvedRecipe, resolve_and_check
+from compress.pipeline.sizes import within_size
 from compress.pipeline.workload import BlockWork, block_works
 from compress.recipe.schema import Recipe
 
@@ -62,7 +63,7 @@ def counted(recipe: Recipe, device: torch.device) -> Counted:
     else:
         opened = open_for_plan(recipe.model, recipe.dtype, *options)
         counts = (1,) * len(opened.blocks)
-    resolved = resolve_and_check(recipe, opened)
+    resolved = within_size(resolve_and_check(recipe, opened))
     facts = facts_of(resolved)
     planned, notes = plan_on(resolved, facts), check_all(resolved, facts)
     formats = {other.format.name: (other, layers) for other, layers in further_formats(resolved, facts)}

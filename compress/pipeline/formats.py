@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
 from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
@@ -146,9 +145,10 @@ def _check_alternatives(resolved: ResolvedRecipe, name: str) -> None:
     conversion, schemes = conversion_to(in_format(resolved, name).format), schemes_of(resolved.opened)
     for label, step, names in resolved.steps:
         survey = step.survey()
-        alternatives = () if survey is None else survey.alternatives
-        for layer, variant in product(names, alternatives):
-            if own_options(step, layer) is step:
+        layers = [] if survey is None else [layer for layer in names if own_options(step, layer) is step]
+        for layer in layers:
+            assert survey is not None
+            for variant in survey.alternatives(schemes[layer].shape):
                 scheme = _stored(resolved.format, variant.effects(schemes[layer]).scheme)
                 try:
                     conversion.targets({layer: scheme})

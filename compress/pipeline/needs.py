@@ -19,6 +19,7 @@ from compress.pipeline.input_groups import InputGroups, input_groups
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import (
     ResolvedRecipe,
+    importance_of,
     layer_shapes,
     nothing_compressed,
     own_options,
@@ -28,6 +29,17 @@ from compress.pipeline.resolve import (
 from compress.pipeline.sources import open_original, original_of
 from compress.recipe.schema import Recipe
 from compress.train.objective import state_pairs
+
+
+def check_imatrix(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
+    """Raise an error for an importance matrix that lacks a layer of the pass that reads it, or has another width."""
+    importance = importance_of(resolved)
+    for _, step, names in resolved.steps:
+        for name in names:
+            file = own_options(step, name).requires.imatrix
+            if file is not None:
+                importance(name, file, resolved.shapes[name][1])
+    return ()
 
 
 def check_teachers(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:

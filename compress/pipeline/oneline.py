@@ -44,6 +44,7 @@ def quantize(
     *,
     bits: int | None = None,
     group_size: int | None = None,
+    size: str | int | None = None,
     settings: Mapping[str, Any] | None = None,
     **options: Unpack[RunOptions],
 ) -> Result:
@@ -57,6 +58,8 @@ def quantize(
         out: Output folder; by default a folder of out/ with the names of the model and the scheme.
         bits: In place of a scheme: GPTQ to integers of so many bits, 2 to 8.
         group_size: With `bits`: the number of weights that share a scale.
+        size: With the scheme 'gguf', or without a scheme: the size of the checkpoint, such as '90MB', or a number of
+            bytes. The bits of each layer are chosen within it.
         settings: Values of the recipe by their keys, such as {'passes.0.gptq.damping': 0.05, 'device': 'cuda'}.
         **options: Options of `compress.run`.
 
@@ -67,7 +70,7 @@ def quantize(
         RecipeError: for an unknown scheme, both a scheme and bits, or a setting that does not exist.
         CompressError: as `compress.run`.
     """
-    return _run(quantize_line(str(model), scheme, bits, group_size), out, settings, options)
+    return _run(quantize_line(str(model), scheme, bits, group_size, size), out, settings, options)
 
 
 def prune(

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.containers.files import user_path
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import open_for_plan, open_model
-from compress.checkpoint.save import check_together, outside_dense
+from compress.checkpoint.save import check_together
 from compress.checkpoint.sources.skeleton import read_config
 from compress.errors import ShortageError
-from compress.layers.linear import linears
 from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import device_of, kept_dtype
 from compress.models.structure.blocks import Block
-from compress.models.structure.ends import End, find_ends
+from compress.models.structure.ends import find_ends
 from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import available_bytes
 from compress.passes.contract.problems import Problems
@@ -53,6 +50,8 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )
+from compress.pipeline.sizes import within_size
+from compress.pipeline.stored_bytes import dense_weight_bytes, rest_bytes, rest_of, tensor_bytes
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 
@@ -95,6 +94,8 @@ class Plan:
     notes: those of the opened model, then what is stored otherwise than the recipe seems to say, and pruning that
     saves no bytes. timing: the predicted time; None: not measured on this machine yet. fingerprint: digest of the
     model's files. verification_bytes: memory in which transformers reads the checkpoint back; 0 if it does not.
+    target_bytes: the size of the complete checkpoint that the recipe asks for; the run divides the bits within it, and
+    `checkpoint_bytes` counts layers that are all alike. None: it asks for none.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -108,6 +109,7 @@ class Plan:
     formats: Mapping[str, int] = field(default_factory=dict)
     fingerprint: str = ""
     verification_bytes: int = 0
+    target_bytes: int | None = None
 
     @property
     def written_bytes(self) -> int:
@@ -144,6 +146,7 @@ class Plan:
         time = None if self.timing is None else self.timing.to_json()
         needs = () if self.fit is None else self.fit.needs
         memory = [{"where": need.where, "bytes": need.size_bytes, "parts": need.parts} for need in needs]
+        sizes["target_bytes"] = self.target_bytes
         values = {"memory": memory, "notes": list(self.notes), "time": time, "formats": dict(self.formats)}
         return {"layers": layers, **sizes, **values}
 
@@ -171,7 +174,7 @@ def plan(
         opened = open_model(recipe.model, recipe.dtype, device, *options)
     else:
         opened = open_for_plan(recipe.model, recipe.dtype, *options)
-    resolved = resolve_and_check(recipe, opened)
+    resolved = within_size(resolve_and_check(recipe, opened))
     planned = plan_of(resolved, None if memory is None else size_of(memory))
     if folder is not None:
         check_space(folder, planned.written_bytes)
@@ -197,7 +200,7 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
         dense = planned.dense_bytes
     else:
         inside = {name: shape for name, shape in layer_shapes(opened).items() if name in opened.linear_names()}
-        dense = _rest_bytes(opened, resolved.storage) + _dense_bytes(inside, resolved.storage)
+        dense = rest_bytes(opened, resolved.storage) + dense_weight_bytes(inside, resolved.storage)
     footprint = footprint_of(resolved)
     trains = any(step.requires.training for _, step, _ in steps)
     process_bytes = replace(footprint, several=True).peak_bytes() if trains else None
@@ -209,6 +212,7 @@ def plan_of(resolved: ResolvedRecipe, memory_bytes: int | None = None, strict: b
         process_bytes=process_bytes,
         formats={name: other.checkpoint_bytes for name, other in plans.items()},
         fingerprint=opened.fingerprint,
+        target_bytes=resolved.target_bytes,
     )
     return _within(planned, footprint, memory_bytes, strict)
 
@@ -253,8 +257,8 @@ def plan_on(resolved: ResolvedRecipe, facts: ModelFacts) -> Plan:
     ends = [end for end in find_ends(form.model) if end.name in facts]
     layers = [LayerPlan(name, f.scheme.shape, f.passes, f.scheme, f.size_bytes) for name, f in facts.items()]
     check_together(format_, {name: f.scheme for name, f in facts.items()})
-    other_bytes = _rest_bytes(form, storage, ends, format_)
-    dense = _rest_bytes(form, storage, ends) + _dense_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
+    other_bytes = rest_bytes(form, storage, ends, format_)
+    dense = rest_bytes(form, storage, ends) + dense_weight_bytes({n: f.scheme.shape for n, f in facts.items()}, storage)
     policies = planned_policies(resolved).values()
     cache_bytes = sum(spec.size_bytes(storage) for policy in policies for spec in policy.tensors().values())
     copied_bytes = form.undeclared_bytes if format_.file is None else 0
@@ -283,50 +287,14 @@ def block_bytes(resolved: ResolvedRecipe, facts: ModelFacts, block: Block) -> tu
     """Return the bytes of a block's tensors in the checkpoint, and of the dense block in the storage dtype."""
     form, storage, format_ = resolved.form, resolved.storage, resolved.format
     inside = {name: f for name, f in facts.items() if name.startswith(f"{block.name}.")}
-    rest = _rest_of(block)
+    rest = rest_of(block)
     stored = sum(
-        _bytes(t, format_.stored_dtype(t.shape, kept_dtype(form.model, name, storage))) for name, t in rest.items()
+        tensor_bytes(t, format_.stored_dtype(t.shape, kept_dtype(form.model, name, storage)))
+        for name, t in rest.items()
     )
-    dense = sum(_bytes(t, kept_dtype(form.model, name, storage)) for name, t in rest.items())
+    dense = sum(tensor_bytes(t, kept_dtype(form.model, name, storage)) for name, t in rest.items())
     packed = sum(f.size_bytes for f in inside.values())
-    return stored + packed, dense + _dense_bytes({name: f.scheme.shape for name, f in inside.items()}, storage)
-
-
-def _rest_of(block: Block) -> dict[str, Tensor]:
-    """Return the tensors of a block except the weights of its linears, by full name."""
-    inside = tuple(f"{name}." for name in linears(block.module))
-    state = block.module.state_dict().items()
-    rest = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
-    return {f"{block.name}.{name}": tensor for name, tensor in rest.items()}
-
-
-def _rest_bytes(
-    opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
-) -> int:
-    """Return bytes of all stored tensors except the weights of linears in the blocks and of these ends.
-
-    format_: that of the checkpoint; None: all in `storage`.
-    """
-    apart = {f"{name}.weight" for end in ends for name in end.names}
-    tensors = {name: tensor for name, tensor in outside_dense(opened).items() if name not in apart}
-    for block in opened.blocks:
-        tensors |= _rest_of(block)
-    if format_ is None:
-        return sum(_bytes(tensor, kept_dtype(opened.model, name, storage)) for name, tensor in tensors.items())
-    places, total = embeddings_of(opened), 0
-    for name, tensor in tensors.items():
-        part = format_.end_layout(places, name, tensor.shape)
-        if part is None:
-            dtype = kept_dtype(opened.model, name, storage)
-            total += _bytes(tensor, format_.stored_dtype(tensor.shape, dtype))
-        else:
-            total += format_.size_bytes(LayerScheme((tensor.shape[0], tensor.shape[1]), (part,)), storage)
-    return total
-
-
-def _dense_bytes(shapes: Mapping[str, tuple[int, int]], storage: torch.dtype) -> int:
-    """Bytes of the dense weights of linears."""
-    return sum(rows * width for rows, width in shapes.values()) * storage.itemsize
+    return stored + packed, dense + dense_weight_bytes({name: f.scheme.shape for name, f in inside.items()}, storage)
 
 
 def update_plan(planned: Plan, schemes: Mapping[str, LayerScheme], format_: Format, storage: torch.dtype) -> Plan:
@@ -341,7 +309,3 @@ def update_plan(planned: Plan, schemes: Mapping[str, LayerScheme], format_: Form
         layers.append(layer)
     change = sum(new.size_bytes - old.size_bytes for new, old in zip(layers, planned.layers, strict=True))
     return replace(planned, layers=tuple(layers), checkpoint_bytes=planned.checkpoint_bytes + change)
-
-
-def _bytes(tensor: Tensor, storage: torch.dtype) -> int:
-    return tensor.numel() * (storage.itemsize if tensor.is_floating_point() else tensor.element_size())

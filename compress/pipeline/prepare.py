@@ -28,6 +28,7 @@ from compress.pipeline.provenance import UNKNOWN, code_of, identity, inputs_of, 
 from compress.pipeline.reference import TOKENS, check_source
 from compress.pipeline.resolve import ResolvedRecipe, resolve_and_check, run_of
 from compress.pipeline.servers import settled_check
+from compress.pipeline.sizes import within_size
 from compress.pipeline.sources import open_original, open_start, open_teacher, source_bytes, take_in_compressed
 from compress.pipeline.texts import (
     NOT_IN_RECIPE,
@@ -95,7 +96,7 @@ def prepare(
     given_bytes = source_bytes(opened)
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
     recipe = recipe if overwrite else divided_as_in(recorded_inputs(out), recipe, opened.model)
-    resolved = resolve_and_check(recipe, opened)
+    resolved = within_size(resolve_and_check(recipe, opened))
     planned = plan_of(resolved, memory_bytes, strict=True)
     opened.undeclared = resolved.form.undeclared
     opened.map_ends()  # the check in the plan has read them

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress.blockwise.capture import ModelShell
 from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
+from compress.checkpoint.formats.gguf_files.importance import LayerImportance
 from compress.checkpoint.opened import OpenModel, Weights
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.supported import check_supported
@@ -70,6 +71,7 @@ class ResolvedRecipe:
         objective: The language-model objective, if a pass uses it.
         sample: A row of inputs with which the model runs.
         fitted: Notes on how the recipe was fitted to the model: defaults, and what the evaluation leaves out.
+        target_bytes: The size of the complete checkpoint that the recipe asks for, or None.
     """
 
     recipe: Recipe
@@ -81,6 +83,7 @@ class ResolvedRecipe:
     objective: ModelKind
     sample: Batch
     fitted: tuple[str, ...] = ()
+    target_bytes: int | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -164,8 +167,14 @@ def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:
     """
     recipe, objective = resolved.recipe, resolved.objective
     stored = recipe.seed, resolved.format, recipe.save.sparse
-    services = {"source_codes": resolved.opened.weights.source_codes, **services}
+    own = {"source_codes": resolved.opened.weights.source_codes, "importance": importance_of(resolved)}
+    services = own | services
     return Run(resolved.opened.device, resolved.storage, *stored, journal, lm_objective=objective, **services)
+
+
+def importance_of(resolved: ResolvedRecipe) -> LayerImportance:
+    """Return what reads the importance of the inputs of layers from files."""
+    return LayerImportance(text_config(resolved.opened.config))
 
 
 def resolve_passes(
@@ -438,11 +447,11 @@ def _check_layers(
     preparation gives to a dense layer are stored with the codes of a later pass, and checked there.
     """
     survey = step.survey()
-    alternatives = () if survey is None else survey.alternatives
     for name in names:
         scheme, mine = schemes[name], own_options(step, name)
         schemes[name] = mine.effects(scheme).scheme
-        for variant in (mine, *(alternatives if mine is step else ())):
+        alternatives = () if survey is None or mine is not step else survey.alternatives(scheme.shape)
+        for variant in (mine, *alternatives):
             effects = variant.effects(scheme)
             new_scheme, reason = effects.scheme, variant.effects(LayerScheme(scheme.shape)).refusal
             prepares_codes = effects.prepares is not None and effects.prepares.fact == "quantized"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from compress.errors import RecipeError
 from compress.passes import PASSES
@@ -17,6 +20,8 @@ SAMPLED: Mapping[str, Any] = {"self_share": "auto"}
 FITTED: Mapping[str, Any] = {"error": "asymmetric", "alpha": 0.5}
 """Options of GPTQ with which schemes of few bits fit the output of the uncompressed model; 14 to 29% less KL
 (eval/LOG.md)."""
+SIZED = "gguf"
+"""The scheme whose types are chosen within a size (sized.yaml)."""
 FITTED_BITS = 5
 """The most bits for which one-line commands do so."""
 
@@ -33,14 +38,19 @@ def quantize_data(model: str, scheme: str) -> dict[str, Any]:
 
 
 def quantize_line(
-    model: str, scheme: str | None, bits: int | None, group_size: int | None
+    model: str, scheme: str | None, bits: int | None, group_size: int | None, size: str | int | None = None
 ) -> tuple[dict[str, Any], Path]:
     """Return the recipe of `quantize`, by a preset or by GPTQ to integers of some bits, and its output folder.
 
+    Args:
+        size: of the checkpoint, such as '90MB', within which the bits of the layers are chosen.
+
     Raises:
-        RecipeError: if the preset is unknown, for both a scheme and bits or none of them, and for a group size of a
-            scheme.
+        RecipeError: if the preset is unknown, for both a scheme and bits or none of them, for a group size of a scheme,
+            and for a size of a scheme that has one type.
     """
+    if size is not None or (scheme or "").lower() == SIZED:
+        return _sized_line(model, scheme, bits, group_size, size)
     if (scheme is None) == (bits is None):
         raise RecipeError("scheme: write one, such as scheme='W4A16', or bits, such as bits=4, group_size=128")
     if scheme is not None and group_size is not None:
@@ -53,6 +63,32 @@ def quantize_line(
         options |= FITTED
     passes = [{"gptq": options}]
     return {"model": model, "calibration": dict(SAMPLED), "passes": passes}, folder
+
+
+def _sized_line(
+    model: str, scheme: str | None, bits: int | None, group_size: int | None, size: str | int | None
+) -> tuple[dict[str, Any], Path]:
+    """Return the recipe that divides a size among the layers: over the types of GGUF files, or over integers."""
+    if size is None:
+        raise RecipeError(f"scheme {scheme}: needs the size of the file, such as size='90MB' (--size 90MB)")
+    if bits is not None:
+        raise RecipeError("size: chooses the bits of each layer; leave bits out")
+    folder = folder_of(model, scheme, size)
+    data: dict[str, Any] = {"model": model, "calibration": dict(SAMPLED)}
+    if scheme is None:
+        options: dict[str, Any] = {"allocate": {"size": size}} | (
+            {} if group_size is None else {"group_size": group_size}
+        )
+        return {**data, "passes": [{"gptq": options | dict(FITTED)}]}, folder
+    if scheme.lower() != SIZED or group_size is not None:
+        named = f"scheme {scheme}" if group_size is None else "group_size"
+        raise RecipeError(f"size: {named} has fixed bits; write scheme {SIZED} for a file of llama.cpp, or no scheme")
+    stated = yaml.safe_load(files("compress.recipe").joinpath("sized.yaml").read_text(encoding="utf-8"))
+    passes = [
+        {name: {**options, "allocate": {"size": size, **options["allocate"]}}}
+        for name, options in (next(iter(step.items())) for step in stated["passes"])
+    ]
+    return {**data, "passes": passes, "save": stated["save"]}, folder
 
 
 def prune_line(model: str, method: str, pattern: str | None, sparsity: float | None) -> tuple[dict[str, Any], Path]:

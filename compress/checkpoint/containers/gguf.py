@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.files import atomic, file_sha256
-from compress.checkpoint.containers.gguf_header import open_reader
+from compress.checkpoint.containers.gguf_header import FILE, open_reader
 from compress.checkpoint.containers.safetensors import Header
 
 INDEX = "compress.tensors"
@@ -182,26 +183,9 @@ def write_gguf(path: Path, architecture: str, metadata: Iterable[tuple[str, Any]
 
     metadata: values by full key: str, bool, int, float, or a list of str, int or float.
     """
-    import gguf  # an optional dependency
-
     tensors = list(tensors)
     with atomic(path) as part:
-        writer = gguf.GGUFWriter(part, architecture)
-        for key, value in metadata:
-            _add(writer, key, value)
-        writer.add_string(
-            INDEX, packed_index({tensor.name: tensor.entry for tensor in tensors if tensor.entry is not None})
-        )
-        for tensor in tensors:
-            kind = gguf.GGMLQuantizationType[tensor.type]
-            block = BLOCK_TYPES.get(tensor.type)
-            dtype = np.dtype({"F32": "float32", "F16": "float16", "BF16": "uint16"}.get(tensor.type, "uint8"))
-            shape = tensor.shape if block is None else (*tensor.shape[:-1], block.row_bytes(tensor.shape[-1]))
-            size = int(np.prod(shape)) * dtype.itemsize
-            writer.add_tensor_info(tensor.name, shape, dtype, size, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        writer = _begun(part, architecture, metadata, tensors)
         for tensor in tensors:
             values = tensor.read().contiguous()
             writer.write_tensor_data(
@@ -209,6 +193,37 @@ def write_gguf(path: Path, architecture: str, metadata: Iterable[tuple[str, Any]
             )
         writer.close()
     return file_sha256(path)
+
+
+def header_bytes(architecture: str, metadata: Iterable[tuple[str, Any]], tensors: Sequence[Stored]) -> int:
+    """Return the bytes of the file that `write_gguf` writes before the first tensor."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / FILE
+        _begun(path, architecture, metadata, tensors).close()
+        return path.stat().st_size
+
+
+def _begun(path: Path, architecture: str, metadata: Iterable[tuple[str, Any]], tensors: Sequence[Stored]) -> Any:
+    """Return the writer of a file that has everything but the values of its tensors."""
+    import gguf  # an optional dependency
+
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata:
+        _add(writer, key, value)
+    writer.add_string(
+        INDEX, packed_index({tensor.name: tensor.entry for tensor in tensors if tensor.entry is not None})
+    )
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.type]
+        block = BLOCK_TYPES.get(tensor.type)
+        dtype = np.dtype({"F32": "float32", "F16": "float16", "BF16": "uint16"}.get(tensor.type, "uint8"))
+        shape = tensor.shape if block is None else (*tensor.shape[:-1], block.row_bytes(tensor.shape[-1]))
+        size = int(np.prod(shape)) * dtype.itemsize
+        writer.add_tensor_info(tensor.name, shape, dtype, size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return writer
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -149,6 +149,8 @@ class Format(ABC):
     complete checkpoint; None: the shards stay. keys: the keys of a `quantization_config` that the reader accepts.
     stacked: tensors that hold those of all experts, by the ends of their names: the name of each inside of a linear.
     opens_experts: whether the matrices of experts are stored one by one, also of a model that has them in one tensor.
+    alike: whether linears with the same input get the same bits where a budget is divided. end_types: for layers of so
+    many bits per weight and more, the options `embedding` and `head` that suit them; from the most bits to the least.
     """
 
     name: str
@@ -164,6 +166,8 @@ class Format(ABC):
     keys: ClassVar[Mapping[str, Accepted]] = {}
     stacked: ClassVar[Mapping[str, str]] = {}
     opens_experts: bool = False
+    alike: bool = True
+    end_types: ClassVar[Sequence[tuple[float, str, str]]] = ((0.0, "auto", "auto"),)
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of stored scales. storage: the storage dtype of the run."""
@@ -232,6 +236,13 @@ class Format(ABC):
     def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
         """The scheme to which a tensor outside of the blocks is rounded; None: it is stored dense. name: in full."""
         return None
+
+    def header_bytes(self, ends: Ends, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Return the bytes that `file` takes at most besides its tensors; 0 without such a file.
+
+        shapes: of all tensors of the model by name.
+        """
+        return 0
 
     def assemble(self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]) -> str:
         """Write `file` from the finished shards; returns its sha256.

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 
 from compress.checkpoint.blocks import BLOCK_TYPES, block_type_of
 from compress.checkpoint.blocks.block import BlockType
-from compress.checkpoint.containers.gguf import BLOCKS, CONFIG, DENSE, Entry, Stored, write_gguf
+from compress.checkpoint.containers.gguf import BLOCKS, CONFIG, DENSE, Entry, Stored, header_bytes, write_gguf
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.base import (
     LAYERS_KEYS,
@@ -67,9 +67,24 @@ END_TYPE = "Q6_K"  # that of llama.cpp for the head
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 FALLBACK |= dict.fromkeys(("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"), "IQ4_NL")
 """The block type for widths that are no multiple of 256, as in llama.cpp (llama.cpp, tensor_type_fallback)."""
+END_TYPES = (
+    (8.5, "Q8_0", "Q8_0"),
+    (6.5, "Q6_K", "Q6_K"),
+    (5.5, "Q5_K", "Q6_K"),
+    (4.5, "Q4_K", "Q6_K"),
+    (3.4, "Q3_K", "Q6_K"),
+    (2.6, "Q2_K", "Q6_K"),
+    (0.0, "Q2_K", "Q5_K"),
+    (0.0, "Q2_K", "Q4_K"),
+    (0.0, "Q2_K", "Q3_K"),
+    (0.0, "Q2_K", "Q2_K"),
+)
+"""Block types of embedding and head for layers of so many bits, as in the mixes of llama.cpp; then
+smaller ones for sizes that leave fewer bits."""
 UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "architectures", "dtype")
 """Entries of a configuration that do not describe the model in the file."""
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
+ALIGNMENT = 32  # gguf.h, GGUF_DEFAULT_ALIGNMENT: the bytes to which tensors are padded
 
 ONE_TYPE = (
     "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
@@ -97,6 +112,8 @@ class GGUF(Format):
     scale_dtype = torch.float16
     ends_typed = True
     opens_experts = True
+    alike = False
+    end_types = END_TYPES
     file = FILE
     keys = LAYERS_KEYS
 
@@ -216,6 +233,23 @@ class GGUF(Format):
         if block is not None and shape[1] % block.size:
             block = BLOCK_TYPES.get(FALLBACK.get(block.name, ""))
         return None if block is None or shape[1] % block.size else block.scheme()
+
+    def header_bytes(self, ends: Ends, shapes: Mapping[str, Sequence[int]]) -> int:
+        architecture = architecture_of(ends.config)
+        assert architecture is not None, "refuses_model was not asked"
+        name_in_file, infos = architecture.tensor_names(ends.config.num_hidden_layers), {}
+        for name, shape in shapes.items():
+            file_name = name_in_file(ends.embedding if ends.tied and name == ends.head and ends.embedding else name)
+            is_packed = len(shape) > 1
+            entry = architecture.entry(name, shape, ends.config, is_packed)
+            entry = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
+            infos[file_name or name] = Stored(file_name or name, entry, "F32", tuple(shape), partial(torch.empty, 0))
+        factors = {name: Stored(name, None, "F32", (1,), partial(torch.empty, 0)) for name in rope_factors(ends.config)}
+        tensors = [*infos.values(), *factors.values()]
+        vocabulary = vocabulary_of(ends.tokenizer, ends.config.vocab_size)
+        header = header_bytes(architecture.name, _metadata(architecture, ends, vocabulary, []), tensors)
+        values = sum(4 * factors.numel() for factors in rope_factors(ends.config).values())
+        return header + values + ALIGNMENT * len(tensors)
 
     def assemble(self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]) -> str:
         architecture = architecture_of(ends.config)

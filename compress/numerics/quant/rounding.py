@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.native import columns as native
 from compress.numerics.column_sweep import sweep, sweep_bytes
 from compress.numerics.linalg import factor_bytes
-from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, store
+from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, spread, store
 from compress.numerics.quant.grids import Grid
 
 
@@ -42,6 +42,31 @@ class GridOptions:
     importance: Float[Tensor, " in"] | None = None
     signed: bool = False
     fixed_scales: tuple[Tensor, Tensor | None] | None = None
+
+
+def round_weighted(weight: Float[Tensor, "out in"], options: GridOptions) -> Codes:
+    """Round every weight to the nearest value of the grid; scales have the least error weighted by the importance.
+
+    Args:
+        weight: the weight; pruned weights are zero.
+        options: with importance.
+    """
+    grid, size, width, importance = options.grid, options.group_size, weight.shape[1], options.importance
+    shared = fit_shared(weight, grid, size, options.shared_absmax, "importance", importance)
+    scale, zero = fit(
+        weight,
+        grid,
+        size,
+        options.symmetric,
+        "importance",
+        options.dtype,
+        shared,
+        importance=importance,
+        signed=options.signed,
+    )
+    zeros = None if zero is None else spread(zero, width, size)
+    codes = grid.encode(weight, spread(scale, width, size), zeros)
+    return Codes(store(codes, grid), scale, zero, grid, size, shared=shared)
 
 
 def round_columns(

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import Native
@@ -57,6 +57,7 @@ class Run:
             sees all sequences in each of them.
         store_bytes: the memory limit of one store of activations.
         source_codes: returns the codes of a layer, by its full name, in a source that is quantized already, or None.
+        importance: `Layer.importance`, of the full name of the layer and its other arguments.
         inputs_at_once: the most input tensors of a block whose statistics are in memory at once, if they are all
             calibrated on the original block; None: those of all layers.
         recomputes: whether a pass with `true_sequential` computes the activations inside of a block again for each
@@ -83,6 +84,7 @@ class Run:
     inputs_at_once: int | None = None
     recomputes: bool = False
     source_codes: Callable[[str], SourceCodes | None] = no_codes
+    importance: Callable[[str, str, int], Tensor | None] = no_codes
 
     @property
     def scale_dtype(self) -> torch.dtype:

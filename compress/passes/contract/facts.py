@@ -53,6 +53,7 @@ class Requirements:
         rehearsal: the pass that a plan runs on random weights, to find structures that the pass refuses: a pass over
             the whole model with `new_shape`, or a block pass that needs no data; None: no rehearsal.
         experts: the blocks of the model must have experts.
+        imatrix: file of an importance matrix of llama.cpp with an entry for each layer, `Layer.importance`.
     """
 
     data: bool = False
@@ -73,6 +74,7 @@ class Requirements:
     new_shape: bool = False
     rehearsal: Pass | None = None
     experts: bool = False
+    imatrix: str | None = None
 
 
 @dataclass(frozen=True)

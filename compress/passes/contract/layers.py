@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from compress.layers.base import InputTransform, WeightPart
 from compress.layers.linear import CompressedLinear, Weight
+from compress.layers.scheme import LayerScheme
 from compress.models.structure.links import Group, Link
 from compress.models.structure.permutations import Permutation
 from compress.numerics.quant.codes import Codes, SourceCodes
@@ -25,7 +26,7 @@ from compress.passes.contract.records import LayerResult as LayerResult
 
 
 def no_codes(*_: Any) -> None:
-    """Return None: the source has no codes."""
+    """Return None: there are no codes, or no importance matrices."""
     return
 
 
@@ -51,6 +52,8 @@ class Layer:
         negative_scales: whether the readers of the format take negative scales of integers.
         seed: the seed of the recipe.
         source: returns the codes that the layer has in a source that is quantized already, or None.
+        importance: returns the mean square of each input, [in], that an importance matrix of llama.cpp states; of its
+            file and the number of inputs.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Layer:
     negative_scales: bool = False
     seed: int = 0
     source: Callable[[], SourceCodes | None] = no_codes
+    importance: Callable[[str, int], Tensor | None] = no_codes
 
     @property
     def generator(self) -> torch.Generator:
@@ -111,8 +115,9 @@ class Surveyed:
     Attributes:
         statistics: the survey's observer.
         rows: sampled inputs, [rows, in], or None.
-        together: a name that is common to the linears that servers compute as one: those of one module with the same
-            input, and the same ones of all experts.
+        together: a name that is common to the linears that are stored alike: those of one module with the same input,
+            which servers compute as one, and the same ones of all experts.
+        stored_bytes: returns the bytes that the format of the checkpoint takes for a scheme of this layer.
     """
 
     layer: Layer
@@ -120,6 +125,7 @@ class Surveyed:
     statistics: Any
     rows: Float[Tensor, "rows in"] | None
     together: str = ""
+    stored_bytes: Callable[[LayerScheme], int] | None = None
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:

@@ -22,17 +22,20 @@ FILES = ("inactive_file", "active_file", "total_inactive_file", "total_active_fi
 """Entries of memory.stat: cached pages of files, which the system takes back when memory is short."""
 
 
-def size_of(text: str | int) -> int:
-    """Bytes of a size such as '8GB', '512 MB' or '6GiB'; an integer is a number of bytes. Raises UserError."""
+def size_of(text: str | int, option: str = "memory") -> int:
+    """Bytes of a size such as '8GB', '512 MB' or '6GiB'; an integer is a number of bytes. Raises UserError.
+
+    option: the name of the option that states it, for the error.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         size_bytes = text
     else:
         match = SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
-            raise UserError(f"memory: {text!r} is no size; write a number and a unit, such as 8GB, 512MB or 6GiB")
+            raise UserError(f"{option}: {text!r} is no size; write a number and a unit, such as 8GB, 512MB or 6GiB")
         size_bytes = int(float(match[1]) * UNITS[match[2].upper()])
     if size_bytes <= 0:
-        raise UserError(f"memory: {text!r} is no memory at all; write a size above zero, such as 8GB")
+        raise UserError(f"{option}: {text!r} is no {option} at all; write a size above zero, such as 8GB")
     return size_bytes
 
 

@@ -10,6 +10,7 @@ values (`Requirements`, `Effects`). All other methods have defaults, which most 
                    memory           estimate of the peak memory
                    work             operations of solving a layer, for a prediction of the time
                    survey           statistics of all layers, collected before the first one is solved (`Survey`)
+                   size_target      the size of the checkpoint as a budget of its layers (`SizeTarget`)
     LayerPass      observer         statistics of inputs that several layers share
     ModelPass      adapt_objective  the language-model objective with the options of the pass
                    outcome          the configuration of the model after the pass
@@ -18,7 +19,7 @@ values (`Requirements`, `Effects`). All other methods have defaults, which most 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from jaxtyping import Float
@@ -68,9 +69,8 @@ class Survey(ABC):
         """Whether it needs calibration token ids."""
         return self.whole or self.observer is not Nothing
 
-    @property
-    def alternatives(self) -> tuple[Pass, ...]:
-        """The passes that layers without options of their own may get; a plan checks all of them."""
+    def alternatives(self, shape: tuple[int, int]) -> tuple[Pass, ...]:
+        """Return the passes that layers of a shape without options of their own may get; a plan checks all of them."""
         return ()
 
     def memory(self, size: ProblemSize) -> int:
@@ -105,6 +105,43 @@ class Survey(ABC):
     def note(self, allocated: Mapping[str, Any]) -> str | None:
         """Return a sentence on the allocation for the journal, or None."""
         return None
+
+
+StoredBytes = Callable[[LayerScheme], int]
+"""The bytes that the format of the checkpoint takes for a layer of a scheme."""
+
+
+class SizeTarget(ABC):
+    """A pass whose budget is the size of the checkpoint, which is known on the model only.
+
+    Attributes:
+        size: as the recipe states it, such as '90MB' or a number of bytes.
+    """
+
+    size: str | int
+
+    @abstractmethod
+    def divides(self, name: str) -> bool:
+        """Return whether a layer of the pass shares the size."""
+
+    @abstractmethod
+    def limits(self, shapes: Mapping[str, tuple[int, int]], stored_bytes: StoredBytes) -> tuple[float, float]:
+        """Return the smallest and the largest bytes of the layers that share the size.
+
+        Args:
+            shapes: of these layers.
+            stored_bytes: counts the bytes of a layer.
+        """
+
+    @abstractmethod
+    def within(self, shapes: Mapping[str, tuple[int, int]], layer_bytes: float, stored_bytes: StoredBytes) -> Pass:
+        """Return the pass with a budget in place of the size.
+
+        Args:
+            shapes: of the layers that share the size.
+            layer_bytes: what is left for these layers.
+            stored_bytes: counts the bytes of a layer.
+        """
 
 
 class Pass(Options, ABC):
@@ -143,6 +180,11 @@ class Pass(Options, ABC):
     )
 
     _patterns = field_validator("targets", "ignore", mode="before")(patterns)
+
+    @property
+    def size_target(self) -> SizeTarget | None:
+        """The size of the checkpoint that the pass divides among its layers; None: it has no such budget."""
+        return None
 
     @property
     def requires(self) -> Requirements:

@@ -7,7 +7,7 @@ error of rounding to nearest. The sum of the costs is made least within the budg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from compress.errors import TargetError
+from compress.errors import TargetError, UserError
 from compress.layers.scheme import LayerScheme
 from compress.models.kinds.batch import Batch
 from compress.models.structure.select import ModuleNames
@@ -25,15 +25,21 @@ from compress.numerics.linalg import Regularization
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Surveyed
+from compress.passes.contract.limits import size_of
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing
 from compress.passes.contract.options import DENSE, OptionError, Options, Override, read_overrides
-from compress.passes.contract.passes import AnyPass, Pass, Survey, works_on
+from compress.passes.contract.passes import AnyPass, SizeTarget, StoredBytes, Survey, works_on
 from compress.train.curvature import hessian_traces, weight_curvature
 
 if TYPE_CHECKING:
     from compress.passes.families.quantizing import Quantizing
 
+    StoredBits = Callable[[Quantizing, tuple[int, int]], float]
+    """The bits per weight that a pass stores for a layer (out, in)."""
+
+PLAIN_GROUP = 32
+"""The group size of `fallback`."""
 SEED = 0
 FOLLOWING = ("weights", "group_size", "symmetric", "scale")
 """Options that follow from the grid, so that every choice states them."""
@@ -59,11 +65,17 @@ class Bits(Options):
     def key(cls) -> str:
         return "allocate"
 
-    bits: float = Field(
+    bits: float | None = Field(
+        default=None,
         gt=0,
         le=32,
         description="stored per weight on average at most, with zero points and scales of 16 bits; of the layers that "
         "no override names",
+    )
+    size: str | int | None = Field(
+        default=None,
+        description="instead of bits: the size at most of the complete checkpoint as the format stores it, such as "
+        "90MB; with embedding, head and other tensors, and for gguf all of the file",
     )
     by: Literal["kl", "hawq", "sensitivity"] = Field(
         default="kl",
@@ -77,17 +89,37 @@ class Bits(Options):
         description="options that layers choose from, such as [{weights: int3}, {weights: int4, group_size: 32}]; "
         "default: the integers of 2, 3, 4 and 8 bits next to the budget, in the groups of the pass",
     )
+    least: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="with size: leave out choices with fewer bits than this share of the budget; the cost of large "
+        "errors is estimated too low",
+    )
     sequences: int = Field(default=32, gt=0, description="for kl and hawq: calibration sequences, the first ones")
     probes: int = Field(default=4, gt=0, description="for hawq: random vectors per sequence of Hutchinson's estimate")
 
     def without_effect(self) -> dict[str, str]:
         idle = {"kl": ("probes",), "sensitivity": ("probes", "sequences")}.get(self.by, ())
-        return super().without_effect() | dict.fromkeys(idle, f"by: {self.by}; leave it out")
+        unsized = {} if self.size is not None else {"least": "without size; leave it out"}
+        return super().without_effect() | dict.fromkeys(idle, f"by: {self.by}; leave it out") | unsized
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if (self.bits is None) == (self.size is None):
+            raise ValueError("write either bits, such as {bits: 3.5}, or size, such as {size: 90MB}")
+        if self.size is not None:
+            try:
+                size_of(self.size, "size")
+            except UserError as error:
+                raise ValueError(str(error)) from error
 
     @model_validator(mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        """Read a number as that of bits."""
+        """Read a number as that of bits, and a text as a size."""
+        if isinstance(value, str):
+            return {"size": value}
         return {"bits": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     def choices_for(self, grid: Grid) -> tuple[Choice, ...]:
@@ -112,11 +144,13 @@ class Costs:
         together: a name that is common to layers that must be stored alike.
         weights: their number.
         options: for every choice the stored bits and the cost.
+        choices: the choices as they hold for this layer, with the fallbacks of its width.
     """
 
     together: str
     weights: int
     options: tuple[tuple[float, float], ...]
+    choices: tuple[Choice, ...]
 
 
 def remaining(statistics: Gram) -> float:
@@ -178,11 +212,20 @@ class BitSurvey(Survey):
     def _costs(self, surveyed: Surveyed) -> Costs:
         weight, options = surveyed.weight, []
         error_share = 1.0 if self.step.compensates is None else remaining(surveyed.statistics)
-        for step in self.steps:
+        steps = self.alternatives(surveyed.module.shape)
+        for step in steps:
             wrong = step.nearest(weight, surveyed.layer).dense() - weight
-            bits = bits_per_weight(step, surveyed.module.shape) * weight.numel()
+            bits = self._stored_bits(step, surveyed)
             options.append((bits, error_share * self._cost(surveyed, wrong)))
-        return Costs(surveyed.together, weight.numel(), tuple(options))
+        choices = tuple(_stated(step, self.choices[0]) for step in steps)
+        return Costs(surveyed.together, weight.numel(), tuple(options), choices)
+
+    def _stored_bits(self, step: Quantizing, surveyed: Surveyed) -> float:
+        """Return the bits of a layer: those of `bits_per_weight`, or those of the format for a size."""
+        shape = surveyed.module.shape
+        if self.options.size is None or surveyed.stored_bytes is None:
+            return bits_per_weight(step, shape) * shape[0] * shape[1]
+        return 8 * surveyed.stored_bytes(step.effects(LayerScheme(shape)).scheme)
 
     def _cost(self, surveyed: Surveyed, difference: Float[Tensor, "out in"]) -> float:
         name, criterion = surveyed.layer.name, self.options.by
@@ -200,20 +243,23 @@ class BitSurvey(Survey):
             totals = items.setdefault(costs.together, {str(i): (0.0, 0.0) for i in range(len(self.choices))})
             for i, (bits, cost) in enumerate(costs.options):
                 totals[str(i)] = totals[str(i)][0] + bits, totals[str(i)][1] + cost
+        assert self.options.bits is not None, "a size is resolved on the model before the run"
         budget = self.options.bits * sum(costs.weights for costs in figures.values())
         try:
             chosen = within_budget(items, budget)
         except ValueError as error:
             raise TargetError(f"allocate: bits {self.options.bits:g}: {error}") from error
-        return {name: self.choices[int(chosen[costs.together])] for name, costs in figures.items()}
+        return {name: costs.choices[int(chosen[costs.together])] for name, costs in figures.items()}
 
-    @property
-    def alternatives(self) -> tuple[Pass, ...]:
-        return tuple(self.steps)
+    def alternatives(self, shape: tuple[int, int]) -> tuple[Quantizing, ...]:
+        return tuple(fitting(step, [shape]) for step in self.steps)
 
     def settled(self, step: AnyPass, allocated: Mapping[str, Choice]) -> AnyPass:
         overrides = list(self.step.overrides)
-        for choice in self.choices:
+        choices: list[Choice] = []
+        for choice in allocated.values():
+            choices += [] if choice in choices else [choice]
+        for choice in choices:
             names = tuple(name for name, chosen in allocated.items() if chosen == choice)
             if names:
                 overrides.append(Override.model_validate({"targets": names, **choice.options}))
@@ -239,9 +285,9 @@ def check_choices(step: Quantizing, allocate: Bits) -> None:
     if any(choice.options.get("weights") == DENSE for choice in choices):
         raise OptionError(("allocate", "choices"), "weights: none is no choice; name such layers in overrides")
     grids = [choice.options.get("weights", step.weights) for choice in choices]
-    if runs := [name for name in grids if name in GRIDS and GRIDS[name].run > 1]:
+    if allocate.size is None and (runs := [name for name in grids if name in GRIDS and GRIDS[name].run > 1]):
         problem = f"{runs[0]} is no choice: the budget counts a code for each weight, and a GGUF file has fewer bits"
-        raise OptionError(("allocate", "choices"), f"{problem}; name its layers in overrides")
+        raise OptionError(("allocate", "choices"), f"{problem}; write size instead of bits")
     if len({repr(sorted(choice.options.items())) for choice in choices}) < len(choices):
         raise OptionError(("allocate", "choices"), "two of them are equal")
 
@@ -275,32 +321,102 @@ def budget_on_model(step: Quantizing, names: ModuleNames, label: str) -> dict[st
     inside = [name for name in names.linears if works_on(step, name) and divides(step, name)]
     if not inside:
         raise TargetError(f"{label} allocate: overrides name all of its layers; leave allocate out")
+    shapes = {name: names.shapes[name] for name in inside}
+    if step.allocate.size is not None:
+        smallest = min(_uniform(step, step.allocate, shapes), key=lambda own: _mean_bits(own, shapes, bits_per_weight))
+        return {name: getattr(smallest, name) for name in FOLLOWING}
     try:
-        return _start(step, {name: names.shapes[name] for name in inside}, step.allocate)
+        return _start(step, shapes, step.allocate, bits_per_weight)
     except ValueError as error:
         raise TargetError(f"{label} allocate: {error}") from error
 
 
-def _start(step: Quantizing, shapes: Mapping[str, tuple[int, int]], allocate: Bits) -> dict[str, Any]:
+class BitsTarget(SizeTarget):
+    """The size of the checkpoint as the budget of a quantizing pass.
+
+    Args:
+        step: the pass, on a model.
+        allocate: its budget, a size.
+    """
+
+    def __init__(self, step: Quantizing, allocate: Bits) -> None:
+        assert allocate.size is not None
+        self._step, self._allocate, self.size = step, allocate, allocate.size
+
+    def divides(self, name: str) -> bool:
+        return divides(self._step, name)
+
+    def limits(self, shapes: Mapping[str, tuple[int, int]], stored_bytes: StoredBytes) -> tuple[float, float]:
+        steps = self._step.with_choices(self._allocate.choices_for(self._step.grid))
+        sizes = [
+            [stored_bytes(fitting(own, [shape]).effects(LayerScheme(shape)).scheme) for own in steps]
+            for shape in shapes.values()
+        ]
+        return sum(map(min, sizes)), sum(map(max, sizes))
+
+    def within(
+        self, shapes: Mapping[str, tuple[int, int]], layer_bytes: float, stored_bytes: StoredBytes
+    ) -> Quantizing:
+        def stored_bits(own: Quantizing, shape: tuple[int, int]) -> float:
+            return 8 * stored_bytes(own.effects(LayerScheme(shape)).scheme) / (shape[0] * shape[1])
+
+        bits = 8 * layer_bytes / sum(rows * width for rows, width in shapes.values())
+        allocate = self._allocate.model_copy(update={"bits": bits})
+        if allocate.choices is not None:
+            means = [_mean_bits(own, shapes, stored_bits) for own in _uniform(self._step, allocate, shapes)]
+            pairs = zip(allocate.choices, means, strict=True)
+            enough = tuple(choice for choice, mean in pairs if mean >= allocate.least * bits)
+            fewer = allocate.model_copy(update={"choices": enough})
+            if enough and BitsTarget(self._step, fewer).limits(shapes, stored_bytes)[0] <= layer_bytes:
+                allocate = fewer
+        return self._step.model_copy(update=_start(self._step, shapes, allocate, stored_bits))
+
+
+def fitting(step: Quantizing, shapes: Iterable[tuple[int, int]]) -> Quantizing:
+    """Return a pass for layers of these shapes: with its fallback, if its super-blocks do not divide all widths."""
+    block = step.grid.block
+    if step.fallback is None or all(width % block == 0 for _, width in shapes):
+        return step
+    return step.with_override(
+        Override.model_validate({"targets": ("*",), "weights": step.fallback, "group_size": PLAIN_GROUP})
+    )
+
+
+def _stated(step: Quantizing, choice: Choice) -> Choice:
+    """Return a choice with the values that its options have in a pass."""
+    return Choice.model_validate({name: getattr(step, name) for name in choice.options})
+
+
+def _uniform(step: Quantizing, allocate: Bits, shapes: Mapping[str, tuple[int, int]]) -> list[Quantizing]:
+    """Return the pass with each choice, in a form that is possible for all layers."""
+    return [fitting(own, shapes.values()) for own in step.with_choices(allocate.choices_for(step.grid))]
+
+
+def _mean_bits(step: Quantizing, shapes: Mapping[str, tuple[int, int]], stored_bits: StoredBits) -> float:
+    """Return the bits per weight of a pass over all layers."""
+    total = sum(rows * width for rows, width in shapes.values())
+    return sum(stored_bits(step, shape) * shape[0] * shape[1] for shape in shapes.values()) / total
+
+
+def _start(
+    step: Quantizing, shapes: Mapping[str, tuple[int, int]], allocate: Bits, stored_bits: StoredBits
+) -> dict[str, Any]:
     """Return the options of one choice for all layers, and all choices complete.
 
     Raises:
         ValueError: for an impossible budget.
     """
+    assert allocate.bits is not None
     choices = allocate.choices_for(step.grid)
-    steps = step.with_choices(choices)
-    weights = {name: rows * width for name, (rows, width) in shapes.items()}
-    sizes = [
-        sum(bits_per_weight(own, shape) * weights[name] for name, shape in shapes.items()) / sum(weights.values())
-        for own in steps
-    ]
-    if not min(sizes) <= allocate.bits <= max(sizes):
+    steps, uniform = step.with_choices(choices), _uniform(step, allocate, shapes)
+    sizes = [_mean_bits(own, shapes, stored_bits) for own in uniform]
+    fitting_ones = [i for i, size in enumerate(sizes) if size <= allocate.bits]
+    if allocate.size is None and not min(sizes) <= allocate.bits <= max(sizes):
         reached = f"the choices reach {min(sizes):.4g} to {max(sizes):.4g} bits per weight"
         raise ValueError(f"bits {allocate.bits:g}: {reached}")
-    fitting = [i for i, size in enumerate(sizes) if size <= allocate.bits]
-    largest = steps[max(fitting, key=lambda i: sizes[i])]
+    largest = uniform[max(fitting_ones or [sizes.index(min(sizes))], key=lambda i: sizes[i])]
     if allocate.choices is None:  # the costs of far larger errors are too low: they are of second order
-        start = fitting[-1]
+        start = (fitting_ones or [0])[-1]
         choices, steps = choices[start : start + 2], steps[start : start + 2]
     changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))
     complete = tuple(Choice.model_validate({name: getattr(step, name) for name in changed}) for step in steps)

@@ -10,13 +10,11 @@ from compress.models.structure.ends import End
 from compress.models.structure.patterns import chosen, select
 from compress.models.structure.select import ModuleNames
 from compress.passes.contract.options import Override, resolve_overrides
+from compress.passes.families.bits import PLAIN_GROUP
 from compress.passes.families.weight_grid import known_grid
 
 if TYPE_CHECKING:
     from compress.passes.families.quantizing import Quantizing
-
-PLAIN_GROUP = 32
-"""The group size of `fallback`."""
 
 
 def overrides_on_model(

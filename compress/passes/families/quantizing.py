@@ -26,8 +26,16 @@ from compress.passes.contract.facts import Effects, Fact, MakeObserver, Requirem
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax
 from compress.passes.contract.options import INHERITED, Override, read_overrides
-from compress.passes.contract.passes import ActivationScale, LayerPass, Survey
-from compress.passes.families.bits import Bits, BitSurvey, Choice, budget_on_model, check_choices, stated_options
+from compress.passes.contract.passes import ActivationScale, LayerPass, SizeTarget, Survey
+from compress.passes.families.bits import (
+    Bits,
+    BitsTarget,
+    BitSurvey,
+    Choice,
+    budget_on_model,
+    check_choices,
+    stated_options,
+)
 from compress.passes.families.overridden import (
     check_overrides,
     inherited_options,
@@ -145,6 +153,11 @@ class Quantizing(WeightGrid):
             if override.takes(name):
                 return None if override.dense else self.with_override(override)
         return self
+
+    @property
+    def size_target(self) -> SizeTarget | None:
+        allocate = self.allocate
+        return None if allocate is None or allocate.size is None else BitsTarget(self, allocate)
 
     def survey(self) -> Survey | None:
         return super().survey() if self.allocate is None else BitSurvey(self, self.allocate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxtyping import Float
@@ -9,11 +11,18 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.numerics.quant.codes import Codes
+from compress.numerics.quant.grids import Grid
+from compress.numerics.quant.rounding import round_weighted
 from compress.passes.contract.counted_work import CountedWork
+from compress.passes.contract.facts import Requirements
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.observers import Nothing
 from compress.passes.families.quantizing import QuantizingPass
 from compress.roofline.work import Work
+
+TINY = 1e-30
+LEAST_SHARE = 1e-6
+"""Of the mean importance: the least importance of an input, so that no error is free."""
 
 
 class RTN(CountedWork, QuantizingPass):
@@ -36,8 +45,34 @@ class RTN(CountedWork, QuantizingPass):
         "channel, one scale for all weights of that many rows",
     )
 
+    imatrix: str | None = Field(
+        default=None,
+        description="file of an importance matrix of llama.cpp (.gguf or .dat): scales have the least error weighted "
+        "by the mean squares of the inputs (scale: importance, its default then)",
+    )
+
+    @property
+    def requires(self) -> Requirements:
+        return replace(super().requires, imatrix=self.imatrix)
+
+    @classmethod
+    def of_grid(cls, grid: Grid, options: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = super().of_grid(grid, options)
+        return defaults | ({"scale": "importance"} if options.get("imatrix") is not None else {})
+
+    @property
+    def weighs_columns(self) -> bool:
+        return self.imatrix is not None
+
+    def without_effect(self) -> dict[str, str]:
+        weighted = self.imatrix is None or self.scale == "importance"
+        idle = {} if weighted else {"imatrix": "it weighs the search scale: importance; write that, or leave it out"}
+        return super().without_effect() | idle
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        if self.imatrix is not None and self.block_rows > 1:
+            raise ValueError("imatrix: does not weigh rows that share their scales; leave block_rows out")
         if self.block_rows > 1 and self.group_size == "tensor":
             raise ValueError(
                 "block_rows needs a group_size in columns, such as group_size: 128, or group_size: channel"
@@ -53,6 +88,16 @@ class RTN(CountedWork, QuantizingPass):
 
     def work(self, shape: tuple[int, int]) -> Work:
         return Work(roundings=(self.tries + 1) * shape[0] * shape[1])
+
+    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        importance = None if self.imatrix is None else layer.importance(self.imatrix, weight.shape[1])
+        if importance is None:
+            return super().nearest(weight, layer)
+        # only the ratios count; an input that the text never reaches still counts a little
+        importance = importance.to(weight.device) / importance.mean().clamp(min=TINY)
+        options = replace(self.grid_options(layer), importance=importance.clamp(min=LEAST_SHARE))
+        codes, source = round_weighted(weight if layer.mask is None else weight * layer.mask, options), layer.source()
+        return (None if source is None else source.kept(weight, codes)) or codes
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Nothing, layer: Layer) -> Codes:
         return self.nearest(weight, layer)

@@ -45,6 +45,7 @@ def mean_bits(model):
 
 def test_a_number_of_bits_is_enough():
     assert compress.RTN(allocate=3.5).allocate == compress.RTN(allocate={"bits": 3.5}).allocate == Bits(bits=3.5)
+    assert compress.RTN(allocate="90MB").allocate == compress.RTN(allocate={"size": "90MB"}).allocate
 
 
 def test_it_is_spelled_as_it_is_read():
@@ -57,7 +58,10 @@ def test_it_is_spelled_as_it_is_read():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("{by: kl}", "allocate bits: is missing"),
+        ("{by: kl}", "allocate: write either bits, such as {bits: 3.5}, or size, such as {size: 90MB}"),
+        ("{bits: 3, size: 90MB}", "allocate: write either bits, such as"),
+        ("{size: much}", "allocate: size: 'much' is no size; write a number and a unit, such as 8GB"),
+        ("{bits: 3, least: 0.5}", "allocate: least has no effect without size; leave it out"),
         ("{bits: 0}", "allocate bits: input should be greater than 0"),
         ("{bits: 3, by: loss}", "allocate by: input should be 'kl', 'hawq' or 'sensitivity'"),
         ("{bits: 3, probes: 8}", "allocate: probes has no effect by: kl; leave it out"),

@@ -16,7 +16,7 @@ from compress.checkpoint.containers.files import is_inside
 from compress.checkpoint.containers.gguf import FILE, GGUFTensors, open_gguf
 from compress.checkpoint.containers.mapped import MappedTensors, open_mapped
 from compress.checkpoint.containers.safetensors import INDEX, Header
-from compress.checkpoint.sources.untrusted import read_json
+from compress.checkpoint.sources.untrusted import check_is_checkpoint, read_json
 from compress.errors import CannotRun, ModelError, ShortageError, call_foreign
 
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
@@ -45,6 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         paths = [single_file] if single_file.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
+        check_is_checkpoint(folder)
         raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
     return paths
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from compress.passes import PASSES as PASSES
     from compress.pipeline.apply import apply as apply
     from compress.pipeline.compare import compare as compare
-    from compress.pipeline.convert import export as export
     from compress.pipeline.evaluation import evaluate as evaluate
     from compress.pipeline.export import save as save
+    from compress.pipeline.exporting import export as export
     from compress.pipeline.finish import Result as Result
     from compress.pipeline.imatrix import imatrix as imatrix
     from compress.pipeline.model_free import quantize_folder as quantize_folder
@@ -47,7 +47,7 @@ _HOMES = {
     "compare": "pipeline.compare",
     "distill": "pipeline.oneline",
     "evaluate": "pipeline.evaluation",
-    "export": "pipeline.convert",
+    "export": "pipeline.exporting",
     "load": "checkpoint.load",
     "plan": "pipeline.plan",
     "prune": "pipeline.oneline",

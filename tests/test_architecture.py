@@ -212,6 +212,10 @@ TENSOR_FILES = {
     "compress.blockwise.store": "activations between blocks",
     "compress.train.checkpoint": "the state of a training pass",
     "compress.train.teacher": "targets of a teacher",
+    "compress.pipeline.runtime_check": "token ids for the process of another program",
+    "compress.pipeline.onnx_process": "logits of another program",
+    "compress.pipeline.openvino_process": "logits of another program",
+    "compress.pipeline.openvino": "codes for the process of another program",
 }
 """Modules that write files of tensors, and what they hold."""
 

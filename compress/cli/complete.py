@@ -62,6 +62,13 @@ def complete_format(context: Any, parameter: Any, incomplete: str) -> list[Compl
     return starting_with(incomplete, CLASSES)
 
 
+def complete_export_format(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a format that `compress export` writes."""
+    from compress.checkpoint.formats import CLASSES, RUNTIMES
+
+    return starting_with(incomplete, [*CLASSES, *RUNTIMES])
+
+
 def complete_suite(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
     """Complete the name of a suite, or the path of a YAML file."""
     return starting_with(incomplete, _names_of("recipe/suites", ".yaml")) + _yaml_files(incomplete)

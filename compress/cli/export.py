@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from compress.cli.complete import complete_format
+from compress.cli.complete import complete_export_format
 from compress.cli.group import without_collection
 from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_json, print_table
@@ -20,8 +20,8 @@ from compress.recipe.tables import ResultTable
     "--format",
     "form",
     required=True,
-    shell_complete=complete_format,
-    help="Format to write, as save.format of a recipe.",
+    shell_complete=complete_export_format,
+    help="Format to write, as save.format of a recipe, or onnx or openvino.",
 )
 @click.option("-o", "--out", type=UserPath(), required=True, help="Output folder, new or empty.")
 @click.option("--requantize", is_flag=True, help="Round weights again where the format cannot store their codes.")
@@ -36,16 +36,22 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, typ
     """Write the checkpoint in FOLDER in another format, without calibration.
 
     Codes stay as they are, bit for bit; a format that cannot store them is refused unless --requantize is given.
-    Format gguf also takes dense and pruned models.
+    Formats gguf, onnx and openvino also take dense and pruned models. Format onnx is for ONNX Runtime GenAI, by its
+    model builder, and openvino by optimum-intel (extras of the same names); the result runs once.
     """
     with without_collection():
-        from compress.pipeline.convert import export as convert  # slow: imports torch, which --help does not need
+        from compress.pipeline import exporting  # slow: imports torch, which --help does not need
         from compress.pipeline.progress import Waiting
 
+    check = None
     with Waiting(f"converting {folder} to {out}"):
-        kinds = convert(folder, out, form, requantize, dtype, type=type)
+        if form in exporting.RUNTIMES:
+            kinds, check = exporting.export_to_runtime(folder, out, form, requantize, dtype, type=type)
+        else:
+            kinds = exporting.export(folder, out, form, requantize, dtype, type=type)
     if as_json:
-        print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds]})
+        checked = {} if check is None else {"check": asdict(check)}
+        print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds], **checked})
         return
     rows = [
         (kind.name, str(kind.count), kind.before, kind.after, f"{kind.error:.3e}" if kind.error else "0 (lossless)")
@@ -54,4 +60,6 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, typ
     print_table(ResultTable(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows))
     if any(kind.error and kind.before == kind.after for kind in kinds):
         echo(f"note: format {form} fixes the dtype of scales, so they were rounded to it; the codes are unchanged")
+    if check is not None:
+        echo(f"check: {check.text}")
     echo(f"checkpoint: {out}, model card: {out / 'README.md'}")

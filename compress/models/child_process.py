@@ -46,6 +46,11 @@ def run_function(function: Callable[..., None], *paths: Path) -> subprocess.Comp
         )
 
 
+def reason_of(result: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of the errors of a process, of at most 500 characters."""
+    return (result.stderr.strip().splitlines() or ["it gave no reason"])[-1][:500]
+
+
 def start_function(function: Callable[[], None], folder: str) -> subprocess.Popen[str]:
     """Start a process as `run_function` does, and leave it running; its input, output and errors are pipes.
 

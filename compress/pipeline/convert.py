@@ -1,4 +1,4 @@
-"""export(folder, out, format): write a compressed checkpoint in another format, without calibration."""
+"""Convert the layers of a checkpoint to another format, without calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.files import user_path
-from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats import FORMATS, RUNTIMES
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
@@ -70,7 +70,7 @@ class _Error:
     norm: float = 0.0
 
 
-def export(
+def export_checkpoint(
     folder: str | Path,
     out: str | Path,
     format: str = "native",
@@ -79,24 +79,26 @@ def export(
     trust_remote_code: bool = False,
     type: str = "auto",
 ) -> list[Exported]:
-    """Write the checkpoint in `folder` in another format to the new folder `out`, without calibration.
+    """Write the checkpoint in `folder` in a format that `compress.load` reads; `compress.export` says more.
 
-    Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight, but for
-    scales that a format stores in a fixed dtype, such as float16, and that are rounded to it; groups that the
-    format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
-    store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
-    A checkpoint without compressed layers, dense or pruned, is written by formats that hold whole models (`gguf`).
+    Args:
+        folder: The checkpoint.
+        out: The new folder.
+        format: A name of `FORMATS`.
+        requantize: Whether weights are rounded again where the format cannot store their codes.
+        dtype: Of dense tensors; 'auto': that of the checkpoint.
+        trust_remote_code: Whether code in the folder runs.
+        type: Number type of the matrices of a dense model; 'auto': that of `dtype`.
 
-    dtype: of dense tensors; 'auto': that of the checkpoint. type: only for `gguf` and a checkpoint without compressed
-    layers: number type of all matrices: F32, F16, BF16 or Q8_0; 'auto': that of `dtype`. Returns a line for each kind
-    of layer that is rounded, and with Q8_0 for each that stays dense because its width is no multiple of the block.
+    Returns:
+        A line for each kind of layer.
 
-    Raises TargetError for a layer that the format cannot store without rounding, with the formats that can, and for
-    weights outside of the range of `type`; UserError for an unknown format or type; and the errors of `compress.load`
-    and `compress.save`.
+    Raises:
+        TargetError: For a layer that the format cannot store, and for weights outside of the range of `type`.
+        UserError: For an unknown format or type.
     """
     if format not in FORMATS:
-        raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
+        raise UserError(f"export: format {format!r} is not known{did_you_mean(format, [*FORMATS, *RUNTIMES])}")
     dtype, out = _dtype_of(type, dtype, format), user_path(out)
     check_new_folder(out)
     # a type is that of matrices: vectors keep the precision of the checkpoint

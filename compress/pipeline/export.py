@@ -18,13 +18,13 @@ from compress.blockwise.quantized_embeddings import embeddings_of, quantized_emb
 from compress.blockwise.reference import twin
 from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry
 from compress.checkpoint.containers.files import RESUMES, check_writable, reason_of, user_path
-from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats import FORMATS, unknown_format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import store_as_planned, stored_sparsity
 from compress.checkpoint.sources.files import read_side_files
 from compress.checkpoint.writer import CheckpointWriter
-from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
+from compress.errors import OutputError, SaveError, UserError, VerificationError
 from compress.layers.embedding import layer_of
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.computation import storage_of
@@ -109,7 +109,7 @@ def digests_of(shards: Mapping[str, ShardEntry]) -> dict[str, str]:
 
 def _check(format_: str, dtype: str, sparse: SparsePolicy) -> None:
     if format_ not in FORMATS:
-        raise UserError(f"save: format {format_!r} is not known{did_you_mean(format_, FORMATS)}")
+        raise UserError(f"save: {unknown_format(format_)}")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"save: dtype {dtype!r} is not known{dtype_hint(dtype)}")
     if sparse == "always" and not FORMATS[format_].sparse:

@@ -21,10 +21,10 @@ from pydantic import (
 )
 
 from compress.checkpoint.checkpoint import is_compressed
-from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats import FORMATS, unknown_format
 from compress.checkpoint.formats.base import Format
 from compress.data.text_source import path_text
-from compress.errors import RecipeError, did_you_mean
+from compress.errors import RecipeError
 from compress.models.computation import DEVICES
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.options import OptionError, Options, mistakes, option_error
@@ -132,7 +132,7 @@ class Save(Options):
             raise ValueError("names no format; write one, such as compressed-tensors")
         for name in listed:
             if name not in FORMATS:
-                raise ValueError(f"format {name!r} is not known{did_you_mean(name, FORMATS)}")
+                raise ValueError(unknown_format(name))
             if listed.count(name) > 1:
                 raise ValueError(f"format {name} is listed twice; list it once")
         return names

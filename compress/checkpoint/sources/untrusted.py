@@ -16,6 +16,8 @@ from compress.checkpoint.containers.digests import LOADED, MANIFEST, SUMS, WORK
 from compress.checkpoint.containers.files import is_inside
 from compress.errors import ModelError
 
+RUNTIME_FILES = {"genai_config.json": "ONNX Runtime GenAI", "openvino_model.xml": "OpenVINO"}
+"""Files of programs whose models are no checkpoints."""
 TEMPLATES = "additional_chat_templates"
 """A folder inside of a model's folder; transformers reads its templates."""
 LARGEST_JSON = 1 << 26  # bytes; the largest tokenizer.json of a published model has about half of it
@@ -53,6 +55,16 @@ def check_no_adapter(folder: Path) -> None:
     )
 
 
+def check_is_checkpoint(folder: Path) -> None:
+    """Raise ModelError for a folder of ONNX Runtime GenAI or OpenVINO, which `compress export` writes."""
+    for file, program in RUNTIME_FILES.items():
+        if (folder / file).exists():
+            raise ModelError(
+                f"model: {folder} holds a model of {program}, which that program runs; give the checkpoint that it "
+                "was exported from"
+            )
+
+
 def check_folder(folder: Path) -> None:
     """Raise ModelError for a file of a model that is a link out of its folder, or neither a file nor a folder.
 
@@ -60,6 +72,8 @@ def check_folder(folder: Path) -> None:
     """
     check_complete(folder)
     check_no_adapter(folder)
+    if not any(folder.glob("*.safetensors")):
+        check_is_checkpoint(folder)
     try:
         inner = folder / TEMPLATES
         paths = [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() and is_inside(inner, folder) else ())]

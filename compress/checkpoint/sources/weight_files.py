@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from compress.checkpoint.containers.files import is_inside
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.containers.safetensors import INDEX, Header, read_headers
-from compress.checkpoint.sources.untrusted import read_json
+from compress.checkpoint.sources.untrusted import check_is_checkpoint, read_json
 from compress.errors import CannotRun, ModelError, ShortageError
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         paths = [single_file] if single_file.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
+        check_is_checkpoint(folder)
         raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
     return paths
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 STORED = ROOT / "compress" / "recipe" / "pages"
 BEST = (
-    "w8a8-rotated",
+    "w8a8-rotated-int8-embedding",
     "rtn-int8",
     "best-int4",
     "qtip-4-learned",

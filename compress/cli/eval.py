@@ -37,6 +37,11 @@ SETTINGS = (
     click.option(
         "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next.  [default: the length]"
     ),
+    click.option(
+        "--chunk",
+        type=click.IntRange(min=1),
+        help="Tokens read at a time, with the KV cache between them; 1: as in decoding.  [default: whole windows]",
+    ),
     click.option("--tasks", help="Tasks of lm-eval, separated by commas; none for no tasks."),
     click.option(
         "--data", help="Folder with local data (TASK/SPLIT.parquet, .json or .arrow) and task files, whose code is run."
@@ -132,7 +137,7 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
     """
     from compress.recipe.evaluation import Evaluate, read_suite
 
-    changes = {key: options[key] for key in ("windows", "length", "stride", "data", "limit", "fewshot")}
+    changes = {key: options[key] for key in ("windows", "length", "stride", "chunk", "data", "limit", "fewshot")}
     changes |= {key: options[key] for key in ("chat_template", "generation")}
     if options["text"]:
         changes["perplexity"] = changes["agreement"] = () if options["text"] == ("none",) else options["text"]

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.evaluation.base import EvaluationContext, Evaluator
+from compress.evaluation.chunks import check_chunk, prove_chunks
 from compress.evaluation.divergence import summarized
 from compress.evaluation.store import Results, digest_of
 from compress.evaluation.windows import Window, WindowTask, measure_windows
+from compress.models.forward import device_of_model
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.contract import ModelKind
@@ -91,11 +93,16 @@ class Perplexity(Evaluator):
         Raises:
             NumericError: if a loss is NaN.
             ModelError: if the model does not predict what the objective asks for.
+            CalibrationError: as `check_chunk` and `prove_chunks`.
         """
         measured: dict[str, Any] = {}
         if not context.texts or is_headless(model):
             return measured
         settings, lm_objective = context.settings, objective_of(model, context.tokenizer)
+        chunk = settings.chunk
+        if chunk is not None:
+            check_chunk(model, chunk)
+            prove_chunks(model, next(iter(context.texts.values()))[0].to(device_of_model(model)), chunk)
         for name, examples in context.texts.items():
             facts = {
                 "windows": len(examples),
@@ -103,12 +110,12 @@ class Perplexity(Evaluator):
                 "sha256": examples.sha256(),
                 "stride": settings.stride,
             }
-            text = digest_of(facts)[:16]
-            base_folder = (
-                None if settings.top_k is None else context.store.base_folder(f"text {text}, top {settings.top_k}")
-            )
+            text, stored = digest_of(facts)[:16], f", chunks of {chunk}" if chunk is not None else ""
+            base_folder = None
+            if settings.top_k is not None:
+                base_folder = context.store.base_folder(f"text {text}{stored}, top {settings.top_k}")
             task = WindowTask(
-                lm_objective, context.tokenizer, settings.stride, settings.top_k, base_folder, context.role
+                lm_objective, context.tokenizer, settings.stride, settings.top_k, base_folder, context.role, chunk
             )
             tell = context.progress(f"perplexity of {context.model} on {name}")
             windows = measure_windows(model, examples, task, context.store.results(f"text {text}"), tell)
@@ -119,6 +126,7 @@ class Perplexity(Evaluator):
                 ).model_dump()
             measured[name] = {
                 **facts,
+                "chunk": chunk,
                 "score": score_of(windows, lm_objective.predicts).model_dump(),
                 "divergence": divergence,
                 "overlap": context.overlaps.get(name),

@@ -20,6 +20,7 @@ from compress.data.listed import lists_of
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
+from compress.evaluation.chunks import read_in_chunks
 from compress.evaluation.divergence import SampledDistribution
 from compress.evaluation.store import Results
 from compress.models.forward import device_of_model
@@ -45,6 +46,7 @@ class WindowTask:
         top_k: Number of most likely tokens that are stored of the base model; None for no divergence.
         base: Folder of the base model's stored tokens.
         role: Whether these tokens are written (base) or compared with (compressed).
+        chunk: Tokens that the model reads at a time, with its KV cache between chunks; None for the whole window.
     """
 
     lm_objective: ModelKind = CAUSAL
@@ -53,10 +55,12 @@ class WindowTask:
     top_k: int | None = None
     base: Path | None = None
     role: str = "compressed"
+    chunk: int | None = None
 
     def key(self, index: int) -> str:
         """Return the key of a window's result."""
-        return f"window {index}" + ("" if self.base is None else f", {self.role}, top {self.top_k}")
+        chunk = "" if self.chunk is None else f", chunks of {self.chunk}"
+        return f"window {index}{chunk}" + ("" if self.base is None else f", {self.role}, top {self.top_k}")
 
     def path(self, index: int) -> Path:
         """Return the file of the base model's stored tokens."""
@@ -98,7 +102,11 @@ def measure_window(model: nn.Module, window: Batch, index: int, task: WindowTask
     """Measure one window; masks and scored targets depend on its index."""
     begin, lm_objective = perf_counter(), task.lm_objective
     shown = Examples((window.to(device_of_model(model)),))
-    logits, targets = lm_objective.answers(lm_objective.read(model, shown, [index]).logits, shown, [index])
+    if task.chunk is None:
+        all_logits = lm_objective.read(model, shown, [index]).logits
+    else:
+        all_logits = read_in_chunks(model, shown[0].inputs[IDS], task.chunk)
+    logits, targets = lm_objective.answers(all_logits, shown, [index])
     positions = (lm_objective.targets(shown, [index])[0] != IGNORED).nonzero()[:, 0] + lm_objective.shift
     if task.stride is not None and index > 0:
         scored = positions >= window.length - task.stride

@@ -74,6 +74,12 @@ class Evaluate(Options):
     stride: int | None = Field(
         default=None, gt=0, description="tokens from one window to the next, each token is scored once; null: length"
     )
+    chunk: int | None = Field(
+        default=None,
+        gt=0,
+        description="tokens of a window that the model reads at a time, with its KV cache between them; 1: as in "
+        "decoding, which shows a `residual` of kv_cache; null: all at once, which is much faster",
+    )
     top_k: int | None = Field(
         default=128,
         gt=0,
@@ -150,6 +156,10 @@ class Evaluate(Options):
         limits = self.fail_if
         if limits is not None and limits.task_drop is not None and not self.tasks:
             raise ValueError("fail_if: task_drop has no effect without tasks; write tasks: [arc_easy], or leave it out")
+        if self.chunk is not None and self.length is not None and self.chunk >= self.length:
+            raise ValueError(
+                f"chunk: {self.chunk} has no effect with length: {self.length}; write a smaller one, or leave it out"
+            )
         if limits is not None and limits.kl is not None and self.top_k is None:
             raise ValueError("fail_if: kl needs the KL divergence, which top_k: null leaves out; write top_k: 128")
         return self

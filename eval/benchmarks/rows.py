@@ -73,6 +73,11 @@ ROWS: dict[str, list[dict]] = {
         {"rotate": ROTATED},
         {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
     ],
+    "w8a8-rotated-int8-embedding": [
+        {"rotate": ROTATED},
+        {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
+        {"rtn": {"weights": "int8", "group_size": "channel", "targets": ["lm_head", "embed_tokens"]}},
+    ],
     "w8a8-plain": [{"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}}],
     "outlier_suppression-w8a8": [
         {"outlier_suppression": {"steps": 8}},

@@ -134,11 +134,10 @@ def set_policy(module: nn.Module, policy: CachePolicy, tensors: Mapping[str, Ten
 
 def _apply_policy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     def update(attention_cache: AttentionCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        policy = policy_of(module)
-        assert policy is not None
         return policy.update(attention_cache, policy_tensors(module), keys, values)
 
-    return _replace_cache(module, args, kwargs, update)
+    policy = policy_of(module)
+    return (args, kwargs) if policy is None else _replace_cache(module, args, kwargs, update)
 
 
 def policy_of(module: nn.Module) -> CachePolicy | None:
@@ -150,6 +149,19 @@ def policy_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the cache policy of a module, by their names inside of it."""
     policy = policy_of(module)
     return {} if policy is None else {name: module.get_buffer(name) for name in policy.tensors()}
+
+
+@contextmanager
+def without_policies(root: nn.Module) -> Iterator[None]:
+    """Run all modules below `root` with exact keys and values inside of the context."""
+    modules = {root.get_submodule(name): policy for name, policy in cache_policies(root).items()}
+    for module in modules:
+        setattr(module, POLICY, None)
+    try:
+        yield
+    finally:
+        for module, policy in modules.items():
+            setattr(module, POLICY, policy)
 
 
 def copy_policy(module: nn.Module, target: nn.Module) -> None:

@@ -4,7 +4,7 @@ Keys with a scale per channel and group of tokens (KIVI, Liu 2024, arXiv 2402.02
 residual window, are quantized only after later tokens entered. So exact keys and values enter the cache, and attention
 reads them quantized: the same numbers each time, because the tokens of a complete group do not change. In a forward
 pass over a whole text all complete groups are quantized for all tokens, so its loss is an upper bound of that of
-generation. Otherwise each token is quantized once, when it enters the cache.
+generation, which an evaluation in chunks measures. Otherwise each token is quantized once, when it enters the cache.
 
 These are options of one policy: keys and values have grids of their own, values have a scale per token also in KIVI,
 and every kind of scale can have a residual window and a Hadamard transform.

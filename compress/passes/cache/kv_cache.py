@@ -43,8 +43,9 @@ class KVCache(BlockPass):
 
     Scales: some channels of keys are much larger than the others in all tokens; those of values are not. So keys get
     one scale per channel and group of `key_group` tokens, and values one per token and head (section 3 of the paper).
-    The tokens of an incomplete group, and the latest `residual` tokens, are exact. key_group: null quantizes keys as
-    values, as they enter the cache (LLM-QAT, Liu 2023, arXiv 2305.17888, section 2.2).
+    The tokens of an incomplete group, and the latest `residual` tokens, are exact. An evaluation of whole windows
+    hardly shows this; `eval: {chunk: 1}` measures the model as it decodes. key_group: null quantizes keys as values,
+    as they enter the cache (LLM-QAT, Liu 2023, arXiv 2305.17888, section 2.2).
 
     Keys are quantized in their cached form, which includes rotary position embeddings. `hadamard` transforms them
     before, so that no channel is much larger than others (QuaRot, Ashkboos 2024, arXiv 2404.00456, section 4.4; R3 of

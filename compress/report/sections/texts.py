@@ -48,7 +48,7 @@ def interval(text: TextQuality, change: Difference) -> Interval:
     low, high = (None, None) if bounds is None else bounds
     verdict = compared_verdict(text)
     figures = f"{with_error(change.loss, change.stderr, '+')}, {verdict.outcome}"
-    windows = f"{text.windows} windows of {text.length} tokens"
+    windows = f"{text.windows} windows of {text.length} tokens" + (f", {text.chunk} at a time" if text.chunk else "")
     return Interval(text.text, change.loss, low, high, figures, windows, verdict.tone)
 
 

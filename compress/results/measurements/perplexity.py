@@ -84,6 +84,7 @@ class TextQuality(Record):
         length: Tokens of a window; of recordings, of the longest transcript.
         sha256: Of the token ids.
         stride: See `WindowTask`.
+        chunk: See `WindowTask`.
         base: Score of the base model; None if the model is not compared.
         compressed: Score of the measured model.
         difference: Paired by window.
@@ -96,6 +97,7 @@ class TextQuality(Record):
     length: int
     sha256: str
     stride: int | None = None
+    chunk: int | None = None
     base: Score | None = None
     compressed: Score
     difference: Difference | None = None
@@ -114,7 +116,8 @@ class PerplexityMeasurement(Measurement):
         for text in value:
             base, compressed, of = text.base, text.compressed, text.compressed.of
             kind = "perplexity" if of == NEXT_TOKENS else f"perplexity of {of}"
-            name = f"{kind}, {text.text} ({text.windows} x {text.length} tokens)"
+            shape = f"{text.windows} x {text.length} tokens" + (f", {text.chunk} at a time" if text.chunk else "")
+            name = f"{kind}, {text.text} ({shape})"
             if base is None:
                 rows.append((name, "", f"{compressed.perplexity:.2f}", ""))
                 continue

@@ -9,13 +9,14 @@ from transformers import LlamaForCausalLM
 import compress
 from compress.errors import CompressError
 from compress.evaluation.chunks import check_chunk, prove_chunks, read_in_chunks
-from compress.evaluation.perplexity import TextQuality, score_of
+from compress.evaluation.perplexity import score_of
 from compress.evaluation.store import Results
 from compress.evaluation.windows import WindowTask, measure_windows
 from compress.models.caches.attentions import attentions_with_cache, cache_policies, set_policy, without_policies
 from compress.models.caches.grid import GridCache
 from compress.models.kinds.batch import IDS, Batch, Examples
 from compress.numerics.quant.grids import GRIDS
+from compress.results.measurements.perplexity import TextQuality
 
 RESIDUAL = 4
 POLICY = GridCache(GRIDS["int2"], GRIDS["int2"], symmetric=False, residual=RESIDUAL)

@@ -133,11 +133,14 @@ def set_policy(module: nn.Module, policy: CachePolicy, tensors: Mapping[str, Ten
 
 
 def _apply_policy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    policy = policy_of(module)
+    if policy is None:
+        return args, kwargs
+
     def update(attention_cache: AttentionCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return policy.update(attention_cache, policy_tensors(module), keys, values)
 
-    policy = policy_of(module)
-    return (args, kwargs) if policy is None else _replace_cache(module, args, kwargs, update)
+    return _replace_cache(module, args, kwargs, update)
 
 
 def policy_of(module: nn.Module) -> CachePolicy | None:

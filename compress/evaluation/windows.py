@@ -20,7 +20,7 @@ from compress.data.listed import lists_of
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
-from compress.evaluation.chunks import read_in_chunks
+from compress.evaluation.chunks import check_chunk, read_in_chunks
 from compress.evaluation.divergence import SampledDistribution
 from compress.evaluation.store import Results
 from compress.models.forward import device_of_model
@@ -158,12 +158,18 @@ def bytes_of(ids: Int[Tensor, " length"], start: int, tokenizer: PreTrainedToken
     return len(text.encode("utf-8", "replace")) - len(prefix.encode("utf-8", "replace"))
 
 
-def check_stride(model: nn.Module, stride: int | None) -> None:
-    """Check that windows do not overlap if they are no parts of a stream of text.
+def check_windows(model: nn.Module, stride: int | None, chunk: int | None = None) -> None:
+    """Check that a model can read windows that overlap or that come in chunks.
+
+    Args:
+        model: the model.
+        stride: see `WindowTask`.
+        chunk: see `WindowTask`.
 
     Raises:
-        CalibrationError: if they do.
+        CalibrationError: if windows overlap that are no parts of a stream of text; as `check_chunk`.
     """
+    check_chunk(model, chunk)
     lists = adapter_of(model).lists
     if stride is not None and lists is not None and lists.only:
         raise CalibrationError(
@@ -197,7 +203,7 @@ def evaluation_examples(
     Raises:
         CalibrationError: as `model_sample`, and for windows that cannot overlap.
     """
-    check_stride(model, stride)
+    check_windows(model, stride)
     source_facts, source = (model, tokenizer), as_source(text)
     if stride is None or stride == length:
         return model_sample(*source_facts, source, "test", count, length, seed)

@@ -15,9 +15,8 @@ from compress.data.overlap import overlap_of
 from compress.data.records import TextUse
 from compress.data.text_source import GivenText, Part, TextSource, as_source
 from compress.errors import RecipeError, reported_as
-from compress.evaluation.chunks import check_chunk
 from compress.evaluation.harness.tasks import check_tasks
-from compress.evaluation.windows import check_stride, evaluation_examples
+from compress.evaluation.windows import check_windows, evaluation_examples
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.kinds import adapter_of, answers_prompts, answers_tasks, described, is_headless
 from compress.passes.contract.problems import Problems
@@ -179,8 +178,7 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
 
 def _check_evaluated(opened: OpenModel, text: TextSource | str, settings: Evaluate) -> None:
     with reported_as(*EVALUATED):
-        check_stride(opened.model, settings.stride)
-        check_chunk(opened.model, settings.chunk)
+        check_windows(opened.model, settings.stride, settings.chunk)
         check_text(opened.model, opened.tokenizer, as_source(text), "test", settings.windows, settings.length)
 
 

@@ -209,7 +209,7 @@ class DrawnTokens(LogitsProcessor):
             tokens = torch.where(torch.tensor(is_greedy, device=logits.device), likely, tokens)
         for row in (row for row, ended in enumerate(has_ended) if ended):
             tokens[row] = self.begin(row, position)
-        return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        return one_hot_scores(logits, tokens)
 
 
 class DrawnConversations(LogitsProcessor):
@@ -250,13 +250,20 @@ class DrawnConversations(LogitsProcessor):
                 self._starts[row] = not forced
             else:
                 self._starts[row] = False
-        return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        return one_hot_scores(logits, tokens)
 
     def _turn(self, row: int, last: int) -> None:
         """Begin the answer after a user's message that ended as the template ends it, else a new conversation."""
         answers = not self.answers[row] and last == self.turns.reply[0]
         self.forced[row] = list(self.turns.reply[1:] if answers else self.turns.opening)
         self.answers[row], self._starts[row] = answers, not self.forced[row]
+
+
+def one_hot_scores(
+    logits: Float[Tensor, "rows vocabulary"], tokens: Int[Tensor, " rows"]
+) -> Float[Tensor, "rows vocabulary"]:
+    """Return scores of which transformers takes the given token of each row."""
+    return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
 def inverse_cdf(logits: Float[Tensor, "rows vocabulary"], draws: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:

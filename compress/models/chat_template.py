@@ -70,14 +70,22 @@ def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, plain: bool =
     """
     if plain or tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
+    return tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=False, return_tensors="pt")
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Return a prompt in the chat template of a tokenizer, up to the first token of the answer.
+
+    Raises:
+        ModelError: for a chat template that cannot be rendered.
+    """
     try:
-        text = render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        return render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
     except CannotRun as error:
         raise ModelError(
             f"model: the chat template of its tokenizer cannot be rendered ({one_line(error.cause)}); correct it, or "
             "remove it from the files of the tokenizer"
         ) from error
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
 
 class _Renderer:

@@ -11,7 +11,7 @@ import compress
 from compress import GPTQ, Calibration
 from compress.data.conversations import MESSAGE, Turns, turns_of
 from compress.data.self_sampling import DrawnConversations, Sampling, self_sampled
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, ModelError
 
 TEMPLATE = (
     "{% for message in messages %}{{ eos_token }}{{ message['role'] }}:{{ message['content'] }}{% endfor %}"
@@ -103,13 +103,19 @@ def test_sampled_conversations(chatty, pico_model):
         ("{{ messages[0]['content'] }}{{ eos_token }}", "does not put tokens before a user's message"),
         ("[INST]{{ messages[0]['content'] }}[/INST]", "end it with a special token"),
         ("{{ eos_token }}", "does not put tokens before a user's message"),
-        ("{{ raise_exception('no roles') }}", "cannot be rendered .no roles."),
     ],
 )
 def test_templates_that_frame_no_message(pico, template, reason):
     tokenizer = AutoTokenizer.from_pretrained(pico)
     tokenizer.chat_template = template
     with pytest.raises(CalibrationError, match=reason):
+        turns_of(tokenizer)
+
+
+def test_a_template_that_fails_is_an_error_of_the_model(pico):
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    tokenizer.chat_template = "{{ raise_exception('no roles') }}"
+    with pytest.raises(ModelError, match="cannot be rendered .no roles.; correct it"):
         turns_of(tokenizer)
 
 

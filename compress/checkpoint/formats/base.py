@@ -29,17 +29,20 @@ def refuses_embeddings(scheme: LayerScheme, format_name: str) -> str | None:
     return f"transformers loads no {format_name} with {layer_kind} in codes; use format: native"
 
 
-def refuses_inputs(scheme: LayerScheme, format_name: str) -> str | None:
-    """Return why a format without embeddings in codes, outlier columns and transforms of inputs cannot store a layer.
+def refuses_all_but_codes(scheme: LayerScheme, format_name: str) -> str | None:
+    """Return why a format that holds codes alone cannot store a layer: no embeddings, other parts and transforms.
 
     Args:
         scheme: scheme of the layer.
         format_name: name of the format, for the message.
 
     Returns:
-        The reason; None if the format can store it.
+        The reason; None for codes and for a plain layer.
     """
-    return refuses_embeddings(scheme, format_name) or refuses_transforms(scheme, format_name)
+    reason = refuses_embeddings(scheme, format_name) or refuses_transforms(scheme, format_name)
+    if reason is not None or scheme.plain or scheme.codes is not None:
+        return reason
+    return f"{format_name} holds only codes, not {scheme.text}; use format: native"
 
 
 def refuses_transforms(scheme: LayerScheme, format_name: str) -> str | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.checkpoint.formats.accepted import Accepted
-from compress.checkpoint.formats.base import Format, StoredLayer, refuses_inputs
+from compress.checkpoint.formats.base import Format, StoredLayer, refuses_all_but_codes
 from compress.checkpoint.formats.config_groups import (
     CACHE,
     KEYS,
@@ -103,11 +103,9 @@ class CompressedTensors(Format):
         return self
 
     def refuses(self, scheme: LayerScheme) -> str | None:
-        reason = refuses_inputs(scheme, f"format {self.name}")
-        if reason is not None or scheme.plain:
+        reason = refuses_all_but_codes(scheme, f"format {self.name}")
+        if reason is not None or scheme.codes is None:
             return reason
-        if scheme.codes is None:
-            return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
         if scheme.codes.float_zeros:
             return f"zero points of format {self.name} are integers; use zero_point: integer, or format: native"
         layout = layout_of(scheme)

@@ -46,7 +46,7 @@ from compress.checkpoint.formats.accepted import (
     only,
     without_effect,
 )
-from compress.checkpoint.formats.base import Format, refuses_inputs
+from compress.checkpoint.formats.base import Format, refuses_all_but_codes
 from compress.checkpoint.formats.layouts.float_quantized import FloatQuantized
 from compress.checkpoint.formats.layouts.layout import Layout, codes_of
 from compress.checkpoint.formats.layouts.mxfp8_quantized import MXFP8Quantized
@@ -108,11 +108,9 @@ class ModelOpt(Format):
         return ["scales of the KV cache are left out, so it is not rounded"] if has_scales else []
 
     def refuses(self, scheme: LayerScheme) -> str | None:
-        reason = refuses_inputs(scheme, f"format {self.name}")
-        if reason is not None or scheme.plain:
+        reason = refuses_all_but_codes(scheme, f"format {self.name}")
+        if reason is not None or scheme.codes is None:
             return reason
-        if scheme.codes is None:
-            return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
         if _algorithm(scheme) is None:
             return f"format {self.name} holds {STORED_AS}, not {scheme.text}; use one of them, or another format"
         width, size = scheme.shape[1], scheme.codes.group_size

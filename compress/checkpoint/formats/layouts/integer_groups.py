@@ -20,7 +20,7 @@ from compress.checkpoint.formats.accepted import (
     only,
     without_effect,
 )
-from compress.checkpoint.formats.base import refuses_inputs, unstated_rounding
+from compress.checkpoint.formats.base import refuses_all_but_codes, unstated_rounding
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import GroupSize, groups_in
@@ -73,11 +73,9 @@ def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: 
         sizes: its group sizes.
     """
     format_name = f"format {name}"
-    reason = refuses_inputs(scheme, format_name)
-    if reason is not None or scheme.plain:
+    reason = refuses_all_but_codes(scheme, format_name)
+    if reason is not None or scheme.codes is None:
         return reason
-    if scheme.codes is None:
-        return f"{format_name} holds only codes, not {scheme.text}; use format: native"
     codes, width = scheme.codes, scheme.shape[1]
     if not isinstance(codes.grid, IntGrid) or not codes.grid.plain or codes.grid.bits not in bits:
         supported = ", ".join(f"int{number}" for number in bits)

@@ -103,7 +103,7 @@ class Journal:
         finally:
             held, self._held = self._held, before
             by_message: dict[str, list[tuple[list[str], JournalEntry]]] = defaultdict(list)
-            for entry in held:
+            for entry in held or ():
                 names, message = _of_linears(entry, f"{label} {block}", linears)
                 by_message[message].append((names, entry))
             for message, members in by_message.items():

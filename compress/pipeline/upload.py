@@ -25,7 +25,7 @@ LAST = (INDEX, "config.json", SUMS)
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """A folder of a file system.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
     root: str
 
     @classmethod
-    def at(cls, url: str) -> Place:
+    def at(cls, url: str) -> Destination:
         """Open an address; nothing is read from it.
 
         Raises:
@@ -97,7 +97,7 @@ def check_place(url: str, folder: Path, overwrite: bool = False) -> None:
     Raises:
         OutputError: for an address that cannot be opened, or that holds files other than uploads of `folder`.
     """
-    place = Place.at(url)
+    place = Destination.at(url)
     try:
         sizes = call_foreign(place.sizes)
     except CannotRun as error:
@@ -124,7 +124,7 @@ def upload(folder: str | Path, url: str, overwrite: bool = False) -> str:
     folder = Path(folder)
     contents = finished_files(folder)
     check_place(url, folder, overwrite)
-    place = Place.at(url)
+    place = Destination.at(url)
     try:
         _send(place, folder, contents)
     except CannotRun as error:
@@ -134,7 +134,7 @@ def upload(folder: str | Path, url: str, overwrite: bool = False) -> str:
     return place.url
 
 
-def _send(place: Place, folder: Path, contents: Mapping[str, Path | bytes]) -> None:
+def _send(place: Destination, folder: Path, contents: Mapping[str, Path | bytes]) -> None:
     """Send the files that are not at a place yet. Raises CannotRun with the error of the file system."""
     uploaded = _uploaded(folder, place)
     sizes = call_foreign(place.sizes)
@@ -177,9 +177,9 @@ def _records(folder: Path) -> dict[str, dict[str, str]]:
         return {}
 
 
-def _uploaded(folder: Path, place: Place) -> dict[str, str]:
+def _uploaded(folder: Path, place: Destination) -> dict[str, str]:
     return dict(_records(folder).get(place.url, {}))
 
 
-def _record(folder: Path, place: Place, uploaded: Mapping[str, str]) -> None:
+def _record(folder: Path, place: Destination, uploaded: Mapping[str, str]) -> None:
     write_text(folder / WORK / UPLOADED, json.dumps(_records(folder) | {place.url: dict(uploaded)}) + "\n")

@@ -163,18 +163,18 @@ def switch_off(machine: subprocess.Popen) -> None:
         process.kill()
 
 
-def test_a_machine_ends_within_a_minute_of_another_one_and_both_resume(recipes, tmp_path):
+def test_a_machine_ends_within_a_minute_of_the_host_and_both_resume(recipes, tmp_path):
     run(2, tmp_path / "unbroken", [recipes[0]])
     out = tmp_path / "out"
     command, port = ["-m", "compress", "run", recipes[0], "-o", str(out)], free_port()
     started = machines(command, port)
     while not kept(out) and all(machine.poll() is None for machine in started):
         time.sleep(0.01)
-    switch_off(started[1])
+    switch_off(started[0])
     begin = time.monotonic()
     ended = finish(started, 120)
     assert time.monotonic() - begin < 60
-    code, _, errors = ended[0]
+    code, _, errors = ended[1]
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert code == 1 and len(lines) == 1 and "run the same command again to resume" in lines[0], errors
     assert kept(out) and not (out / "report.json").exists()

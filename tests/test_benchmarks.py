@@ -73,6 +73,8 @@ COMPILED = ("attention",)
 
 REFUSED = {
     "peer_llamacpp": ("losses {pico} {test} {new}", "llama-cpp-python is not installed here"),
+    "peer_vllm": ("{pico} float32", "vLLM is not installed here"),
+    "peer_mlx": ("{pico}", "mlx-lm is not installed here"),
     "peer_llmcompressor": ("gptq " + PROTOCOL, "needs llmcompressor"),
     "peer_wide": ("gptq --model {folder} --sequences 1 --threads 1", "needs llmcompressor"),
     "versus_llmcompressor": (

@@ -28,7 +28,7 @@ from compress.models.child_process import reason_of, run_function
 from compress.pipeline.convert import Conversion, Exported, coded_layers, convert, table_rows
 from compress.pipeline.export import new_folder, save
 from compress.pipeline.onnx_process import answer, build, precision_of
-from compress.pipeline.runtime_check import Comparison, RuntimeCheck, check_packages, version_of
+from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_packages, version_of
 from compress.report.card import write_export_card
 
 NAME = "onnx"
@@ -138,11 +138,11 @@ def export_onnx(
     with new_folder(out) as part, TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as place:
         source = Path(place) / "model"
         rows = _write_source(model, tokenizer, source, requantize)
-        architecture = (model.config.architectures or [model.__class__.__name__])[0]
+        architecture = (model.config.architectures or [NAMELESS])[0]
         del model
         _build(source, part, architecture)
         limit = TOLERANCES[precision_of(source)]
-        check = Comparison(PROGRAM, answer, limit).compare(source, part, tokenizer, Path(place))
+        check = RuntimeComparison(PROGRAM, answer, limit).compare(source, part, tokenizer, Path(place))
         write_export_card(part, str(folder), NAME, table_rows(rows), (), f"{_origin(folder)}{check.text}. ", USE)
     return rows, check
 

@@ -29,11 +29,11 @@ from compress.numerics.quant.codes import groups_in
 from compress.pipeline.convert import Conversion, Exported, coded_layers, convert, table_rows
 from compress.pipeline.export import new_folder, save
 from compress.pipeline.openvino_process import answer, build
-from compress.pipeline.runtime_check import Comparison, RuntimeCheck, check_packages, version_of
+from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_packages, version_of
 from compress.report.card import write_export_card
 
 NAME = "openvino"
-PACKAGES = ("openvino", "openvino_tokenizers", "optimum.intel")
+PACKAGES = ("openvino", "optimum.intel")
 """Modules of the extra `openvino`."""
 BITS = (4, 8)
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2}
@@ -41,13 +41,16 @@ TOLERANCES = {"float32": 1e-4, "float16": 1e-2}
 DTYPES = ("float32", "float16")
 UNKNOWN = "unsupported architecture"
 """The words with which optimum-intel refuses an architecture."""
-USE = """With the package openvino-genai:
+USE = """With the package optimum-intel:
 
 ```python
-import openvino_genai
+from optimum.intel import OVModelForCausalLM
+from transformers import AutoTokenizer
 
-pipeline = openvino_genai.LLMPipeline("FOLDER", "CPU")
-print(pipeline.generate("The capital of France is", max_new_tokens=8))
+model = OVModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+prompt = tokenizer("The capital of France is", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=8)[0]))
 ```
 
 `compress.load` does not read the files of OpenVINO: keep the checkpoint that this folder was made from."""
@@ -111,10 +114,10 @@ def export_openvino(
         source, codes = Path(place) / "model", Path(place) / "codes.safetensors"
         rows = _convert(model, codes, storage, stored, requantize)
         save(model, source, "dense", tokenizer, "float32")
-        kind = str(model.config.model_type)
+        architecture = (model.config.architectures or [NAMELESS])[0]
         del model
-        _build(source, codes, part, kind)
-        check = Comparison(NAME, answer, TOLERANCES[stored]).compare(source, part, tokenizer, Path(place))
+        _build(source, codes, part, architecture)
+        check = RuntimeComparison(NAME, answer, TOLERANCES[stored]).compare(source, part, tokenizer, Path(place))
         origin = f"Converted from `{Path(folder).name}` by optimum-intel, without calibration. {check.text}. "
         write_export_card(part, str(folder), NAME, table_rows(rows), (), origin, USE)
     return rows, check
@@ -169,12 +172,12 @@ def constants_of(name: str, layer: CompressedLinear) -> dict[str, Tensor]:
     return {**unsigned, "scale": scale, "bits": bits}
 
 
-def _build(source: Path, codes: Path, out: Path, kind: str) -> None:
+def _build(source: Path, codes: Path, out: Path, architecture: str) -> None:
     """Convert the model. Raises UserError for an unknown architecture, SaveError if it fails."""
     result, program = run_function(build, source, codes, out), f"optimum-intel {version_of('optimum-intel')}"
     if result.returncode == 0:
         return
     reason = reason_of(result)
     if UNKNOWN in reason:
-        raise UserError(f"export: {program} does not know {kind}; use another format, such as gguf")
+        raise UserError(f"export: {program} does not know {architecture}; use another format, such as gguf")
     raise SaveError(f"export: {program} failed: {reason}")

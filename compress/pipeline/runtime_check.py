@@ -18,6 +18,8 @@ from compress.data.installed_texts import embedded_text
 from compress.errors import UserError, VerificationError
 from compress.models.child_process import reason_of, run_function
 
+NAMELESS = "this architecture"
+"""The name in messages of an architecture that a configuration does not state."""
 TOKENS = 64
 """Token ids of the comparison."""
 CHARACTERS = 1000
@@ -52,7 +54,7 @@ class RuntimeCheck:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RuntimeComparison:
     """How an exported model is compared.
 
     Attributes:

@@ -1,14 +1,15 @@
-"""Decoding and prefill of one model in several programs, in turns: transformers, torchao, compress and llama.cpp.
+"""Decoding and prefill of one model in several programs, in turns: transformers, compress, llama.cpp and others.
 
     python eval/benchmarks/runtimes.py MODEL [CHECKPOINT ...] [--gguf FILE] [--llama-python PATH] [--torchao-python PATH]
+        [--vllm FOLDER] [--vllm-python PATH] [--mlx FOLDER] [--mlx-python PATH]
         [--threads 2] [--rounds 5] [--compiled] [--contexts 16 1900]
 
 MODEL: the dense folder, measured in float32 and bfloat16 by transformers and, with --torchao-python, through torchao in
 int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8", and with compile=False (transformers
 generates, without recorded steps). FILE: run by llama.cpp and by compress. --compiled adds the dense model compiled by
 torch.compile. Every program is a process of its own; all are loaded, and then measured one after the other, round after
-round, so that they meet the same machine. --llama-python and --torchao-python: a Python with llama-cpp-python or torchao, if it is not this one. One
-JSON line per program:
+round, so that they meet the same machine. --vllm and --mlx: a checkpoint that vLLM runs in its own dtype, and a folder of
+format mlx. --llama-python and others: a Python with that program, if it is not this one. One JSON line per program:
 
     name, decode N (tokens per second, 1 sequence, after a prompt of N tokens), prefill (of 512 tokens), and for each of
     them its ratio (median over the rounds of its rate relative to the faster dense model of that round)
@@ -81,6 +82,11 @@ def programs(given: argparse.Namespace) -> dict[str, list[str]]:
             given.gguf,
             f"{given.threads}",
         ]
+    if given.vllm:
+        command = [given.vllm_python, str(HERE / "peer_vllm.py"), given.vllm, "auto"]
+        found[f"vLLM {Path(given.vllm).name}"] = command
+    if given.mlx:
+        found[f"mlx-lm {Path(given.mlx).name}"] = [given.mlx_python, str(HERE / "peer_mlx.py"), given.mlx]
     return found
 
 
@@ -91,6 +97,10 @@ def main() -> None:
     parser.add_argument("--gguf")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--torchao-python")
+    parser.add_argument("--vllm")
+    parser.add_argument("--vllm-python", default=sys.executable)
+    parser.add_argument("--mlx")
+    parser.add_argument("--mlx-python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", action="store_true")

@@ -23,7 +23,7 @@ def compressed(pico, step, ids):
 @pytest.fixture
 def installed(monkeypatch):
     """The packages of the extra, as far as their presence is asked for."""
-    for name in ("openvino", "openvino_tokenizers", "optimum", "optimum.intel"):
+    for name in ("openvino", "optimum", "optimum.intel"):
         module = type(sys)(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None), []
         monkeypatch.setitem(sys.modules, name, module)

@@ -81,7 +81,7 @@ class RuntimeComparison:
             VerificationError: If the program cannot run the model, or computes other values.
         """
         model, _ = load(source, "float32")
-        ids = _ids(tokenizer, model.get_input_embeddings().weight.shape[0])
+        ids = _ids(tokenizer, int(model.config.get_text_config().vocab_size))
         with torch.no_grad():
             ours = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
         del model

@@ -410,7 +410,7 @@ USES |= {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.few(61, slow=331)  # primes, so that each source and each use is among them
+@pytest.mark.few(97, slow=331)  # primes, so that each source and each use is among them
 @pytest.mark.parametrize("use", USES)
 @every_source
 def test_a_use_of_a_model_is_that_of_transformers(source, use, pair):

@@ -229,8 +229,8 @@ CHECKS = {
     "compress-llm": parsed,
     "source": lambda arguments: None,
     **dict.fromkeys(
-        ("curl", "echo", "llama-cli", "llama-server", "mlx_lm.server", "ollama", "vllm"),
-        lambda arguments: None,  # servers, in blocks that say that they are not run
+        ("curl", "echo", "llama-cli", "llama-quantize", "llama-server", "mlx_lm.server", "ollama", "vllm"),
+        lambda arguments: None,  # other programs, in blocks that say that they are not run
     ),
 }
 

@@ -13,6 +13,7 @@ from compress.checkpoint.save import outside_dense
 from compress.errors import TargetError
 from compress.models.structure.ends import find_ends
 from compress.passes.contract.limits import size_of
+from compress.passes.contract.passes import SizedPass
 from compress.pipeline.model_facts import facts_of
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.stored_bytes import rest_bytes, rest_of
@@ -28,7 +29,8 @@ def within_size(resolved: ResolvedRecipe) -> ResolvedRecipe:
     Raises:
         TargetError: for two passes with a size, or one that the choices cannot reach.
     """
-    targets = [(i, target) for i, (_, step, _) in enumerate(resolved.steps) if (target := step.size_target)]
+    sized = [(i, step) for i, (_, step, _) in enumerate(resolved.steps) if isinstance(step, SizedPass)]
+    targets = [(i, target) for i, step in sized if (target := step.size_target)]
     if not targets:
         return resolved
     (index, target), (label, _, names) = targets[0], resolved.steps[targets[0][0]]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from compress.checkpoint import save
 from compress.checkpoint.containers import files
-from compress.checkpoint.containers import safetensors as st
+from compress.checkpoint.containers import safetensors_writing as st
 from compress.checkpoint.formats import FORMATS
 from compress.errors import SaveError
 from compress.layers.linear import replace_linear

@@ -25,12 +25,13 @@ import compress
 from compress import Evaluate
 from compress.checkpoint.formats import FORMATS
 from compress.errors import CompressError
-from compress.evaluation import EVALUATORS, combine_all, measure_all, speed
+from compress.evaluation import combine_all, measure_all, speed
 from compress.evaluation.base import EvaluationContext
 from compress.layers.linear import CompressedLinear
 from compress.models.kinds.batch import Examples
 from compress.passes.contract.context import Run
 from compress.pipeline.evaluation import evaluate
+from compress.results.measurements import MEASUREMENTS
 
 IDS = torch.arange(1, 33).view(2, 16)
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -510,7 +511,7 @@ def test_every_evaluator_measures_every_source(source, written, texts, tmp_path,
     context = EvaluationContext(Run(), "compressed", examples, tokenizer, batch_of(IDS[:1]), settings=asked)
     values = measure_all(model, context)
     measured = combine_all(values, values)  # some results are comparisons
-    for key in set(EVALUATORS) - {"agreement", "sparsity", "kv_cache"}:  # of other models than these
-        evaluator = EVALUATORS[key]()
+    for key in set(MEASUREMENTS) - {"agreement", "sparsity", "kv_cache"}:  # of other models than these
         assert measured[key], key
-        evaluator.summary(TypeAdapter(evaluator.result_type).validate_python(measured[key]))
+        measurement = MEASUREMENTS[key]
+        measurement.summary(TypeAdapter(measurement.value_type).validate_python(measured[key]))

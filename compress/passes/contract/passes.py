@@ -10,7 +10,6 @@ values (`Requirements`, `Effects`). All other methods have defaults, which most 
                    memory           estimate of the peak memory
                    work             operations of solving a layer, for a prediction of the time
                    survey           statistics of all layers, collected before the first one is solved (`Survey`)
-                   size_target      the size of the checkpoint as a budget of its layers (`SizeTarget`)
     LayerPass      observer         statistics of inputs that several layers share
     ModelPass      adapt_objective  the language-model objective with the options of the pass
                    outcome          the configuration of the model after the pass
@@ -144,6 +143,15 @@ class SizeTarget(ABC):
         """
 
 
+class SizedPass:
+    """An optional second base of a pass whose budget may be the size of the checkpoint."""
+
+    @property
+    def size_target(self) -> SizeTarget | None:
+        """The size of the checkpoint that the pass divides among its layers; None: it has no such budget."""
+        return None
+
+
 class Pass(Options, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
@@ -180,11 +188,6 @@ class Pass(Options, ABC):
     )
 
     _patterns = field_validator("targets", "ignore", mode="before")(patterns)
-
-    @property
-    def size_target(self) -> SizeTarget | None:
-        """The size of the checkpoint that the pass divides among its layers; None: it has no such budget."""
-        return None
 
     @property
     def requires(self) -> Requirements:

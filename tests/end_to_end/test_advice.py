@@ -186,7 +186,7 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-WITHOUT_OPTION = r"another (format|model|grid)|use gptq|directly after|remove the pass|widen its targets"
+WITHOUT_OPTION = r"another (format|model|grid)|use gptq|use the pass|directly after|remove the pass|widen its targets"
 """Advice that is no option of the pass or of `save`."""
 
 

@@ -108,7 +108,7 @@ def test_an_expert_without_tokens_in_a_batch_is_no_obstacle(tiny):
     ("options", "message"),
     [
         ({"train": ["scales"]}, "train must include weights; to learn only scales and norms, use gptq, then lkd"),
-        ({"weights": "mxfp4"}, "weights mxfp4: its scales are no plain floats to be learned; use signround"),
+        ({"weights": "mxfp4"}, "weights mxfp4: its scales are no plain floats to be learned; use the pass signround"),
         ({"activations": "int8", "activation_scale": "static"}, "is not supported by this pass"),
         ({"start": "awq"}, "'gptq' or 'rtn'"),
         ({"steps": 3, "epochs": 1}, "steps and epochs both set the length"),

@@ -95,7 +95,7 @@ def test_options_that_make_no_sense(options, message):
 
 
 def test_llm_int8_has_one_scale_per_token():
-    with pytest.raises(ValueError, match="mxfp4 has a scale per group, LLM.int8 one per token; use rtn"):
+    with pytest.raises(ValueError, match="mxfp4 has a scale per group, LLM.int8 one per token; use the pass rtn"):
         LLMInt8(activations="mxfp4")
 
 

@@ -147,7 +147,7 @@ def test_only_calibrated_outliers_need_data(pico_model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activations": "none"}, "activations: none rounds no inputs, so outliers have no effect; use rtn"),
+        ({"activations": "none"}, "activations: none rounds no inputs, so outliers have no effect; use the pass rtn"),
         ({"activation_scale": "static"}, "activation_scale: static is not possible"),
         ({"token_share": 0.1}, "token_share needs outliers: calibrated"),
         ({"threshold": 0}, "greater than 0"),

@@ -233,7 +233,7 @@ def test_two_bits_have_twice_the_epochs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "mxfp4"}, "weights mxfp4: its scales are no plain floats to be learned; use signround"),
+        ({"weights": "mxfp4"}, "weights mxfp4: its scales are no plain floats to be learned; use the pass signround"),
         ({"group_size": "tensor"}, "group_size: tensor has one range for all rows, .* use channel"),
         ({"activations": "int8", "activation_scale": "static"}, "is not supported by this pass; use token"),
         ({"transform_rate": 0.1}, "transform_rate has no effect without transform; write transform: true"),

@@ -57,7 +57,8 @@ class BlockAP(LearnedRoundingPass, ReconstructionPass):
         if self.train is not None and "weights" not in self.train:
             raise ValueError("train must include weights; to learn only scales and norms, use gptq, then lkd")
         if not self.grid.free_scales:
-            raise ValueError(f"weights {self.weights}: its scales are no plain floats to be learned; use signround")
+            reason = f"weights {self.weights}: its scales are no plain floats to be learned"
+            raise ValueError(f"{reason}; use the pass signround")
 
     @property
     def requires(self) -> Requirements:

@@ -87,12 +87,14 @@ class LLMInt8(QuantizingPass):
         if self.float_columns and self.outliers == "runtime":
             raise ValueError("float_columns needs outliers: calibrated; at run time any column may have outliers")
         if self.activations == "none":
-            raise ValueError("activations: none rounds no inputs, so outliers have no effect; use rtn")
+            raise ValueError("activations: none rounds no inputs, so outliers have no effect; use the pass rtn")
         if self.activation_scale != "token":
             kind = self.activation_scale
-            raise ValueError(f"activation_scale: {kind} is not possible: LLM.int8 has one scale per token; use rtn")
+            reason = f"activation_scale: {kind} is not possible: LLM.int8 has one scale per token"
+            raise ValueError(f"{reason}; use the pass rtn")
         if self.input_group is not None:
-            raise ValueError(f"activations: {self.activations} has a scale per group, LLM.int8 one per token; use rtn")
+            reason = f"activations: {self.activations} has a scale per group, LLM.int8 one per token"
+            raise ValueError(f"{reason}; use the pass rtn")
         if self.token_share and self.outliers == "runtime":
             raise ValueError("token_share needs outliers: calibrated; at run time one token is enough")
 

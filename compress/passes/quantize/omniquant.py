@@ -118,7 +118,8 @@ class OmniQuant(BlockQuantizing):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if not self.grid.free_scales:
-            raise ValueError(f"weights {self.weights}: its scales are no plain floats to be learned; use signround")
+            reason = f"weights {self.weights}: its scales are no plain floats to be learned"
+            raise ValueError(f"{reason}; use the pass signround")
         if self.group_size == "tensor":
             raise ValueError(
                 "group_size: tensor has one range for all rows, which scales of channels move; use channel"

@@ -40,15 +40,13 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, typ
     model builder, and openvino by optimum-intel (extras of the same names); the result runs once.
     """
     with without_collection():
-        from compress.pipeline import exporting  # slow: imports torch, which --help does not need
+        from compress.pipeline.convert import ExportOptions  # slow: imports torch, which --help does not need
+        from compress.pipeline.exporting import export_checked
         from compress.pipeline.progress import Waiting
 
-    check = None
+    options = ExportOptions(requantize, dtype, type=type)
     with Waiting(f"converting {folder} to {out}"):
-        if form in exporting.RUNTIMES:
-            kinds, check = exporting.export_to_runtime(folder, out, form, requantize, dtype, type=type)
-        else:
-            kinds = exporting.export(folder, out, form, requantize, dtype, type=type)
+        kinds, check = export_checked(folder, out, form, options)
     if as_json:
         checked = {} if check is None else {"check": asdict(check)}
         print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in kinds], **checked})

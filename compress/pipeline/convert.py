@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.checkpoint.blocks import BLOCK_TYPES
-from compress.checkpoint.containers.files import user_path
 from compress.checkpoint.formats import FORMATS, RUNTIMES
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.load import load
@@ -61,6 +60,23 @@ class Exported:
     error: float
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `compress.export`.
+
+    Attributes:
+        requantize: Whether weights are rounded again where the format cannot store their codes.
+        dtype: Of dense tensors; 'auto': that of the checkpoint.
+        trust_remote_code: Whether code in the folder runs.
+        type: Number type of the matrices of a dense model; 'auto': that of `dtype`.
+    """
+
+    requantize: bool = False
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    type: str = "auto"
+
+
 @dataclass
 class _Error:
     """Sums over the layers of one kind."""
@@ -70,25 +86,14 @@ class _Error:
     norm: float = 0.0
 
 
-def export_checkpoint(
-    folder: str | Path,
-    out: str | Path,
-    format: str = "native",
-    requantize: bool = False,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    type: str = "auto",
-) -> list[Exported]:
+def export_checkpoint(folder: str | Path, out: Path, format: str, options: ExportOptions) -> list[Exported]:
     """Write the checkpoint in `folder` in a format that `compress.load` reads; `compress.export` says more.
 
     Args:
         folder: The checkpoint.
         out: The new folder.
         format: A name of `FORMATS`.
-        requantize: Whether weights are rounded again where the format cannot store their codes.
-        dtype: Of dense tensors; 'auto': that of the checkpoint.
-        trust_remote_code: Whether code in the folder runs.
-        type: Number type of the matrices of a dense model; 'auto': that of `dtype`.
+        options: The options.
 
     Returns:
         A line for each kind of layer.
@@ -97,9 +102,10 @@ def export_checkpoint(
         TargetError: For a layer that the format cannot store, and for weights outside of the range of `type`.
         UserError: For an unknown format or type.
     """
+    type, requantize, trust_remote_code = options.type, options.requantize, options.trust_remote_code
     if format not in FORMATS:
         raise UserError(f"export: format {format!r} is not known{did_you_mean(format, [*FORMATS, *RUNTIMES])}")
-    dtype, out = _dtype_of(type, dtype, format), user_path(out)
+    dtype = _dtype_of(type, options.dtype, format)
     check_new_folder(out)
     # a type is that of matrices: vectors keep the precision of the checkpoint
     model, tokenizer = load(folder, dtype if type == "auto" else "auto", "cpu", trust_remote_code)

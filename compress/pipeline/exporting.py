@@ -6,37 +6,31 @@ from pathlib import Path
 
 from compress.checkpoint.containers.files import user_path
 from compress.pipeline import onnx, openvino
-from compress.pipeline.convert import Exported, export_checkpoint
+from compress.pipeline.convert import Exported, ExportOptions, export_checkpoint
 from compress.pipeline.runtime_check import RuntimeCheck
 
-RUNTIMES = {onnx.NAME: onnx.export_onnx, openvino.NAME: openvino.export_openvino}
-"""The exports for programs that have files of their own, by format."""
+RUNTIME_EXPORTS = {onnx.NAME: onnx.export_onnx, openvino.NAME: openvino.export_openvino}
+"""The exports for programs that have files of their own, by the names of `RUNTIMES`."""
 
 
-def export_to_runtime(
-    folder: str | Path,
-    out: Path,
-    format: str,
-    requantize: bool = False,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    type: str = "auto",
-) -> tuple[list[Exported], RuntimeCheck]:
-    """Write a checkpoint for another program, and run it there once.
+def export_checked(
+    folder: str | Path, out: str | Path, format: str, options: ExportOptions
+) -> tuple[list[Exported], RuntimeCheck | None]:
+    """Write a checkpoint in another format; `compress.export` says more.
 
     Args:
         folder: The checkpoint, compressed or dense.
         out: The new folder.
-        format: A key of `RUNTIMES`.
-        requantize: Whether weights are rounded again where the program does not take their codes.
-        dtype: Of dense tensors.
-        trust_remote_code: Whether code in the folder runs.
-        type: As of `export`.
+        format: A name of `FORMATS` or `RUNTIMES`.
+        options: The options.
 
     Returns:
-        A line for each kind of layer, and the comparison with the checkpoint.
+        A line for each kind of layer, and of a runtime the comparison with the checkpoint.
     """
-    return RUNTIMES[format](folder, out, requantize, dtype, trust_remote_code, type)
+    path = user_path(out)
+    if format in RUNTIME_EXPORTS:
+        return RUNTIME_EXPORTS[format](folder, path, options)
+    return export_checkpoint(folder, path, format, options), None
 
 
 def export(
@@ -68,6 +62,4 @@ def export(
     weights outside of the range of `type`; UserError for an unknown format or type; and the errors of `compress.load`
     and `compress.save`.
     """
-    if format in RUNTIMES:
-        return export_to_runtime(folder, user_path(out), format, requantize, dtype, trust_remote_code, type)[0]
-    return export_checkpoint(folder, out, format, requantize, dtype, trust_remote_code, type)
+    return export_checked(folder, out, format, ExportOptions(requantize, dtype, trust_remote_code, type))[0]

@@ -25,10 +25,10 @@ from compress.checkpoint.load import load
 from compress.errors import SaveError, TargetError, UserError
 from compress.layers.scheme import LayerScheme
 from compress.models.child_process import reason_of, run_function
-from compress.pipeline.convert import Conversion, Exported, coded_layers, convert, table_rows
+from compress.pipeline.convert import Conversion, Exported, ExportOptions, coded_layers, convert, table_rows
 from compress.pipeline.export import new_folder, save
 from compress.pipeline.onnx_process import answer, build, precision_of
-from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_packages, version_of
+from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_possible, version_of
 from compress.report.card import write_export_card
 
 NAME = "onnx"
@@ -102,23 +102,13 @@ SOURCES: tuple[Format, ...] = tuple(form(size) for size in GROUPS for form in (B
 """The layouts that the builder is given: the first that stores all layers is used."""
 
 
-def export_onnx(
-    folder: str | Path,
-    out: Path,
-    requantize: bool = False,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    type: str = "auto",
-) -> tuple[list[Exported], RuntimeCheck]:
+def export_onnx(folder: str | Path, out: Path, options: ExportOptions) -> tuple[list[Exported], RuntimeCheck]:
     """Write a dense model, or integer codes as they are, for ONNX Runtime GenAI on a CPU, and run the result once.
 
     Args:
         folder: A checkpoint of compress or another program, or the folder of a dense model.
         out: The new folder.
-        requantize: Whether weights are rounded again where the builder does not take their codes.
-        dtype: Of computation: float32, or auto, which is the same.
-        trust_remote_code: Whether code in the folder runs.
-        type: Auto: a dense model is not rounded.
+        options: dtype is float32, or auto, which is the same; type is auto: a dense model is not rounded.
 
     Returns:
         A line for each kind of layer, and the comparison.
@@ -129,15 +119,13 @@ def export_onnx(
         SaveError: If it fails for another reason.
         VerificationError: If the result computes other values.
     """
-    if dtype not in ("auto", "float32"):
-        raise UserError(f"export: format onnx computes in float32 on a CPU, not in {dtype}; leave dtype out")
-    if type != "auto":
-        raise UserError(f"export: type {type} is for format gguf; quantize the model first, or leave type out")
-    check_packages(NAME, PACKAGES)
-    model, tokenizer = load(folder, "auto", "cpu", trust_remote_code)
+    if options.dtype not in ("auto", "float32"):
+        raise UserError(f"export: format onnx computes in float32 on a CPU, not in {options.dtype}; leave dtype out")
+    check_possible(NAME, PACKAGES, options)
+    model, tokenizer = load(folder, "auto", "cpu", options.trust_remote_code)
     with new_folder(out) as part, TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as place:
         source = Path(place) / "model"
-        rows = _write_source(model, tokenizer, source, requantize)
+        rows = _write_source(model, tokenizer, source, options.requantize)
         architecture = (model.config.architectures or [NAMELESS])[0]
         del model
         _build(source, part, architecture)

@@ -26,10 +26,10 @@ from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
 from compress.models.child_process import reason_of, run_function
 from compress.numerics.quant.codes import groups_in
-from compress.pipeline.convert import Conversion, Exported, coded_layers, convert, table_rows
+from compress.pipeline.convert import Conversion, Exported, ExportOptions, coded_layers, convert, table_rows
 from compress.pipeline.export import new_folder, save
 from compress.pipeline.openvino_process import answer, build
-from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_packages, version_of
+from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_possible, version_of
 from compress.report.card import write_export_card
 
 NAME = "openvino"
@@ -75,23 +75,14 @@ class OpenVINOLayers(GPTQ):
         return None
 
 
-def export_openvino(
-    folder: str | Path,
-    out: Path,
-    requantize: bool = False,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    type: str = "auto",
-) -> tuple[list[Exported], RuntimeCheck]:
+def export_openvino(folder: str | Path, out: Path, options: ExportOptions) -> tuple[list[Exported], RuntimeCheck]:
     """Write a dense model, or integer codes as they are, for OpenVINO, and run the result once on the CPU.
 
     Args:
         folder: A checkpoint of compress or another program, or the folder of a dense model.
         out: The new folder.
-        requantize: Whether weights are rounded again where OpenVINO does not take their codes.
-        dtype: Of dense tensors in the files: float32, float16, or auto: float16 for models of 16 bits.
-        trust_remote_code: Whether code in the folder runs.
-        type: Auto: a dense model is not rounded.
+        options: dtype is float32, float16, or auto: float16 for models of 16 bits. type is auto: a dense model is not
+            rounded.
 
     Returns:
         A line for each kind of layer, and the comparison.
@@ -102,17 +93,16 @@ def export_openvino(
         SaveError: If the conversion fails for another reason.
         VerificationError: If the result computes other values.
     """
+    dtype = options.dtype
     if dtype not in ("auto", *DTYPES):
         raise UserError(f"export: format openvino stores float32 or float16, not {dtype}; use one of them, or auto")
-    if type != "auto":
-        raise UserError(f"export: type {type} is for format gguf; quantize the model first, or leave type out")
-    check_packages(NAME, PACKAGES)
-    model, tokenizer = load(folder, "auto", "cpu", trust_remote_code)
+    check_possible(NAME, PACKAGES, options)
+    model, tokenizer = load(folder, "auto", "cpu", options.trust_remote_code)
     storage = next(model.parameters()).dtype
     stored = dtype if dtype != "auto" else "float32" if storage == torch.float32 else "float16"
     with new_folder(out) as part, TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as place:
         source, codes = Path(place) / "model", Path(place) / "codes.safetensors"
-        rows = _convert(model, codes, storage, stored, requantize)
+        rows = _convert(model, codes, storage, stored, options.requantize)
         save(model, source, "dense", tokenizer, "float32")
         architecture = (model.config.architectures or [NAMELESS])[0]
         del model

@@ -17,6 +17,7 @@ from compress.checkpoint.load import load
 from compress.data.installed_texts import embedded_text
 from compress.errors import UserError, VerificationError
 from compress.models.child_process import reason_of, run_function
+from compress.pipeline.convert import ExportOptions
 
 NAMELESS = "this architecture"
 """The name in messages of an architecture that a configuration does not state."""
@@ -101,13 +102,19 @@ class RuntimeComparison:
         return check
 
 
-def check_packages(form: str, modules: Sequence[str]) -> None:
-    """Raise UserError for a missing package of an extra.
+def check_possible(form: str, modules: Sequence[str], options: ExportOptions) -> None:
+    """Check the options that runtimes share, and the packages of one.
 
     Args:
         form: Name of the format, and of the extra.
         modules: Modules of its packages.
+        options: The options.
+
+    Raises:
+        UserError: For a number type of matrices, and for a missing package.
     """
+    if options.type != "auto":
+        raise UserError(f"export: type {options.type} is for format gguf; quantize the model first, or leave type out")
     missing = [name for name in modules if find_spec(name.partition(".")[0]) is None or find_spec(name) is None]
     if missing:
         listed = ", ".join(name.replace("_", "-").replace(".", "-") for name in missing)

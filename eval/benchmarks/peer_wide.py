@@ -9,44 +9,34 @@ Seconds and CPU seconds are those of the method on the loaded model, without wri
 import argparse
 import json
 import resource
-import sys
 import time
 from pathlib import Path
 
-sys.path.pop(0)  # the folder of this file, whose kernels.py hides a package of that name
+# the first: it takes the folder of both scripts out of the path, whose kernels.py hides a package
+from peer_llmcompressor import GROUPS, calibration, modifier
 
-try:
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.awq import AWQModifier
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-except ImportError:
-    sys.exit("this program needs llmcompressor; pip install llmcompressor into an environment of its own")
+# isort: split
 import numpy as np
 import torch
-from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.awq import AWQModifier
+from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
-GROUPS = {"group_0": {"targets": ["Linear"], "weights": INT4}}
 PRUNED = {"sparsity": 0.5, "mask_structure": "2:4", "targets": ["Linear"], "ignore": ["re:.*lm_head"]}
 
 
 def modifiers(method):
-    if method == "rtn":
-        return QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
-    if method == "gptq":
-        return GPTQModifier(config_groups=GROUPS, ignore=["lm_head"])
-    if method == "gptq-no-order":
-        return GPTQModifier(config_groups=GROUPS, ignore=["lm_head"], actorder=None)
     if method == "awq":
         return [AWQModifier(), QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])]
     if method == "wanda-2:4":
         return WandaPruningModifier(**PRUNED)
-    return SparseGPTModifier(**PRUNED)
+    if method == "sparsegpt-2:4":
+        return SparseGPTModifier(**PRUNED)
+    return modifier(method.replace("gptq-no-order", "gptq_noact"))
 
 
 METHODS = ("rtn", "gptq", "gptq-no-order", "awq", "wanda-2:4", "sparsegpt-2:4")
@@ -75,19 +65,15 @@ def main():
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     ids = np.load(arguments.model / "ids.npy")
-    calibration, test = ids[: arguments.sequences], torch.from_numpy(ids[arguments.sequences :])
+    sequences, test = ids[: arguments.sequences], torch.from_numpy(ids[arguments.sequences :])
     dense = outputs(model, test)
-    rows = Dataset.from_dict({"input_ids": calibration.tolist(), "attention_mask": np.ones_like(calibration).tolist()})
     begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     oneshot(
         model=model,
         # it wants a tokenizer although the data are token ids
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), pad_token="a"),
         recipe=modifiers(arguments.method),
-        dataset=rows,
-        num_calibration_samples=len(rows),
-        max_seq_length=int(ids.shape[1]),
-        shuffle_calibration_samples=False,
+        **calibration(arguments.method, sequences),
     )
     seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
     row = {

@@ -16,6 +16,7 @@ from compress.pipeline.formats import Check, check_formats
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.needs import check_imatrix, check_original, check_shared_inputs, check_teachers
 from compress.pipeline.notes import (
+    calibration_notes,
     misread_notes,
     pass_notes,
     pruning_notes,
@@ -88,6 +89,7 @@ CHECKS: tuple[Check, ...] = (
     storage_notes,
     pruning_notes,
     pass_notes,
+    calibration_notes,
     transform_notes,
     check_servers,
     check_further_formats,

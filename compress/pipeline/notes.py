@@ -1,4 +1,4 @@
-"""Notes of a plan: tensors that are copied, stored bits above those of the grid, pruning that saves no bytes."""
+"""Notes of a plan: copied tensors, stored bits above those of the grid, pruning that saves no bytes, too little text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from compress.checkpoint.formats.base import Format
 from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
 from compress.passes.contract.facts import ANY_LAYER
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.passes import LayerPass
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.recipe.tables import megabytes
@@ -140,6 +142,24 @@ def pass_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         notes += [f"{label}: {note}" for note in effects.notes]
         if effects.negative_scales and not format_.negative_scales:
             notes.append(f"{label}: scales stay positive: not all readers of format {format_.name} take negative ones")
+    return notes
+
+
+def calibration_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Return a note for every layer pass whose Gram matrices are singular: of fewer tokens than the layer has inputs."""
+    calibration = resolved.recipe.calibration
+    if calibration.sequences is None or calibration.length is None:
+        return []
+    notes, tokens = [], calibration.sequences * calibration.length
+    for label, step, names in resolved.steps:
+        observes = isinstance(step, LayerPass) and issubclass(step.observer, Gram)
+        widest = max((facts[name].scheme.shape[1] for name in names if name in facts), default=0)
+        if observes and tokens < widest:
+            needed = -(-widest // calibration.length)
+            notes.append(
+                f"{label}: calibration has {tokens:,} tokens for layers of up to {widest:,} inputs, so the fit may hold "
+                f"for this text alone; use at least sequences: {needed}"
+            )
     return notes
 
 

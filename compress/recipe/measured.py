@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-HEAD = ("row", "passes", "perplexity", "KL divergence", "seconds", "peak MB", "bits per weight")
+HEAD = ("row", "passes", "perplexity", "KL divergence", "seconds", "peak MB", "bits per weight", "MB")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Row:
         seconds: duration of the run; None if not measured.
         peak_mb: peak memory in MB; None if not measured.
         bits: bits per weight; None if not measured.
+        mb: size of the checkpoint's files of weights in MB, embedding and head included; None if not measured.
+        by_position: (first position, last position, KL divergence) of each part of a window; empty if not measured.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Row:
     seconds: int | None = None
     peak_mb: int | None = None
     bits: float | None = None
+    mb: float | None = None
+    by_position: tuple[tuple[int, int, float], ...] = ()
 
     def has(self, key: str) -> bool:
         """Return whether the chain contains a pass, by its key."""
@@ -50,7 +54,7 @@ class Row:
         """Return the cells of a table row with the columns of `HEAD`."""
         label = f"`{self.name}`" + (f", {self.note}" if self.note else "")
         chain = ", ".join(f"`{spelled(step)}`" for step in self.passes)
-        figures = ("" if value is None else f"{value:g}" for value in (self.seconds, self.peak_mb, self.bits))
+        figures = ("" if value is None else f"{value:g}" for value in (self.seconds, self.peak_mb, self.bits, self.mb))
         return label, chain, figure(self.perplexity), self.divergence, *figures
 
 
@@ -93,8 +97,8 @@ def measured() -> Measured:
 
 
 def _row(values: dict[str, Any]) -> Row:
-    divergence = values.get("kl")
-    return Row(**{**values, "passes": tuple(values["passes"]), "kl": None if divergence is None else tuple(divergence)})
+    lists = {key: tuple(values[key]) for key in ("passes", "kl") if key in values}
+    return Row(**{**values, **lists, "by_position": tuple(tuple(part) for part in values.get("by_position", ()))})
 
 
 def rows_of(key: str) -> list[tuple[Table, list[Row]]]:

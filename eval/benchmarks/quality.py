@@ -5,10 +5,11 @@
 Each recipe is run with its model and calibration replaced by the given ones, in a process of its own; the reloaded
 checkpoint is evaluated on the windows. One JSON line per recipe:
 
-    recipe, perplexity, loss, base_loss, kl, kl_stderr, seconds, peak_rss_mb, checkpoint_bytes, bits_per_weight,
-    verify_seconds
+    recipe, perplexity, loss, base_loss, kl, kl_stderr, kl_by_position, seconds, peak_rss_mb, checkpoint_bytes,
+    bits_per_weight, verify_seconds
 
-kl: of the uncompressed next-token distribution to the checkpoint's, nats per token, with its standard error over windows.
+kl: of the uncompressed next-token distribution to the checkpoint's, nats per token, with its standard error over windows;
+kl_by_position: [first position, last position, KL] of each part of a window.
 A recipe with `self_share` samples that share of the calibration from the model; the given sequences are the rest.
 
 --also: a second text, of another kind than the calibration's, in windows of the same number and length; the line ends
@@ -38,6 +39,7 @@ KEYS = (
     "base_loss",
     "kl",
     "kl_stderr",
+    "kl_by_position",
     "seconds",
     "peak_rss_mb",
     "checkpoint_bytes",
@@ -124,6 +126,7 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         quality["base"]["loss"],
         quality["divergence"]["mean"],
         quality["divergence"]["stderr"],
+        [[part["first"], part["last"], round(part["kl"], 4)] for part in quality["divergence"]["by_position"]],
         round(seconds, 1),
         round(shared_absmax),
         size["checkpoint_bytes"],

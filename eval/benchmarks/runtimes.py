@@ -11,7 +11,7 @@ torch.compile. Every program is a process of its own; all are loaded, and then m
 round, so that they meet the same machine. --vllm and --mlx: a checkpoint that vLLM runs in its own dtype, and a folder of
 format mlx. --llama-python and others: a Python with that program, if it is not this one. One JSON line per program:
 
-    name, decode N (tokens per second, 1 sequence, after a prompt of N tokens), prefill (of 512 tokens), and for each of
+    name, mb (of the files of weights), decode N (tokens per second, 1 sequence, after a prompt of N tokens), prefill (of 512 tokens), and for each of
     them its ratio (median over the rounds of its rate relative to the faster dense model of that round)
 
 and first one with the machine: instruction_set, threads, read_gbps.
@@ -90,6 +90,13 @@ def programs(given: argparse.Namespace) -> dict[str, list[str]]:
     return found
 
 
+def megabytes(command: list[str]) -> float:
+    """MB of the files of weights of the model in a command."""
+    [source] = [Path(part) for part in command[2:] if Path(part).exists()]
+    files = [source] if source.is_file() else [f for f in source.iterdir() if f.suffix in (".safetensors", ".gguf")]
+    return round(sum(file.stat().st_size for file in files) / 1e6, 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
@@ -107,7 +114,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[16])
     given = parser.parse_args()
     figures = [*(f"decode {context}" for context in given.contexts), "prefill"]
-    started = [Program(name, command, given.threads) for name, command in programs(given).items()]
+    commands = programs(given)
+    started = [Program(name, command, given.threads) for name, command in commands.items()]
     rates: dict[str, dict[str, list[float]]] = {p.name: {figure: [] for figure in figures} for p in started}
     for figure in figures:
         for turn in range(given.rounds + 1):
@@ -127,7 +135,13 @@ def main() -> None:
             )
             for figure in figures
         }
-        print(json.dumps({"name": name} | {key: round(median(value), 1) for key, value in found.items()} | ratios))
+        print(
+            json.dumps(
+                {"name": name, "mb": megabytes(commands[name])}
+                | {key: round(median(value), 1) for key, value in found.items()}
+                | ratios
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -74,6 +74,16 @@ def test_checkpoints_larger_than_the_model(recipe, pico, tmp_path):
     assert notes(recipe(chain[1], **options), "larger than the uncompressed model") == []
 
 
+@pytest.mark.parametrize(("sequences", "told"), [(8, True), (9, False)])
+def test_text_of_fewer_tokens_than_inputs_is_told(recipe, sequences, told):
+    """The widest layer has 288 inputs; only passes that solve by Gram matrices need as many tokens."""
+    calibration = {"sequences": sequences, "length": 32}
+    expected = "passes[0] sparsegpt: calibration has 256 tokens for layers of up to 288 inputs, so the fit may hold "
+    expected += "for this text alone; use at least sequences: 9"
+    assert notes(recipe(SparseGPT(), calibration=calibration), "inputs, so the fit") == ([expected] if told else [])
+    assert notes(recipe(Wanda(repair=0), calibration=calibration), "inputs, so the fit") == []
+
+
 def test_pruning_that_saves_no_bytes_is_told(recipe, tmp_path):
     chain = Wanda(sparsity=0.3), GPTQ(group_size=32)
     [note] = notes(recipe(*chain), "zeros save no bytes")

@@ -45,6 +45,28 @@ GPT2 = {
 }
 FALCON = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,6 +123,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {**GROUPED, "num_hidden_layers": 4, "use_sliding_window": False, "sliding_window": None}),
     "seed-oss": ("seed_oss", {**GROUPED, "head_dim": 16}),
     "bloom": ("bloom", {"vocab_size": 1024, "hidden_size": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0}),
+    "deepseek-v2": ("deepseek_v2", {**SIZES, **LATENT, "rope_parameters": YARN}),
+    "deepseek-v2-lite": ("deepseek_v2", {**SIZES, **LATENT, "q_lora_rank": None, "num_hidden_layers": 26}),
+    "deepseek-v3": ("deepseek_v3", {**SIZES, **LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        {**SIZES, **LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
+    ),
     "lfm2": (
         "lfm2",
         {

@@ -17,6 +17,7 @@ from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.needs import check_imatrix, check_original, check_shared_inputs, check_teachers
 from compress.pipeline.notes import (
     calibration_notes,
+    dense_notes,
     misread_notes,
     pass_notes,
     pruning_notes,
@@ -86,6 +87,7 @@ CHECKS: tuple[Check, ...] = (
     note_on_reference,
     undeclared_notes,
     misread_notes,
+    dense_notes,
     storage_notes,
     pruning_notes,
     pass_notes,

@@ -236,7 +236,7 @@ def _round_all(model: PreTrainedModel, form: Format, storage: torch.dtype) -> li
     errors: dict[tuple[str, str], _Error] = {}
     for name in OpenModel.in_memory(model, None).linear_names():
         layer = CompressedLinear.of(model.get_submodule(name))
-        if form.refuses(LayerScheme(layer.shape, (scheme,))) is not None:
+        if form.stores_dense(name) or form.refuses(LayerScheme(layer.shape, (scheme,))) is not None:
             errors.setdefault((kind_of(name), _dense_text(layer.shape[1])), _Error()).count += 1
             continue
         weight, mask = layer.weight_as(torch.float32), layer.mask

@@ -1,4 +1,4 @@
-"""Notes of a plan: copied tensors, stored bits above those of the grid, pruning that saves no bytes, too little text."""
+"""Notes of a plan: copied tensors, bits above those of the grid, pruning that saves no bytes, too little text."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def misread_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     adapted = [format_.adapt(layer.scheme) for layer in facts.values()]
     texts = format_.misreadings([scheme for scheme in adapted if scheme is not None])
     return [f"save: format {format_.name}: {'; '.join(texts)}"] if texts else []
+
+
+def dense_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Return a note for linears that stay dense because the format never stores them as codes."""
+    if not any("quantized" in step.effects(ANY_LAYER).facts for _, step, _ in resolved.steps):
+        return []
+    stores_dense = resolved.format.stores_dense
+    names = [name for name in resolved.form.linear_names() if stores_dense(name)]
+    kinds = ", ".join(sorted({kind_of(name) for name in names}))
+    return [f"{len(names)} linears stay dense ({kinds}): {stores_dense(names[0])}"] if names else []
 
 
 def storage_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
@@ -146,7 +156,7 @@ def pass_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
 
 
 def calibration_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """Return a note for every layer pass whose Gram matrices are singular: of fewer tokens than the layer has inputs."""
+    """Return a note for every layer pass with singular Gram matrices: of fewer tokens than a layer has inputs."""
     calibration = resolved.recipe.calibration
     if calibration.sequences is None or calibration.length is None:
         return []
@@ -157,8 +167,8 @@ def calibration_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         if observes and tokens < widest:
             needed = -(-widest // calibration.length)
             notes.append(
-                f"{label}: calibration has {tokens:,} tokens for layers of up to {widest:,} inputs, so the fit may hold "
-                f"for this text alone; use at least sequences: {needed}"
+                f"{label}: calibration has {tokens:,} tokens for layers of up to {widest:,} inputs, so the fit may "
+                f"hold for this text alone; use at least sequences: {needed}"
             )
     return notes
 

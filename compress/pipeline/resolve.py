@@ -203,6 +203,8 @@ def resolve_passes(
         step = step.on_model(modules, pass_label)
         chosen = chosen_linears(step, candidates, pass_label)
         chosen = [name for name in chosen if name not in {end.embedding for end in ends if end.head is not None}]
+        if "quantized" in step.effects(ANY_LAYER).facts:
+            chosen = _without_dense(chosen, format_, pass_label)
         check_ends(step, [end for end in ends if end.name in chosen], pass_label)
         if step.effects(ANY_LAYER).cache is not None:
             chosen = _in_attention(opened, names, chosen, pass_label)
@@ -224,6 +226,16 @@ def resolve_passes(
                 facts[name] |= dict.fromkeys(own_options(step, name).effects(ANY_LAYER).facts, f"by {pass_label}")
     _check_prepared(steps, {name: scheme.shape for name, scheme in schemes.items()})
     return steps, opened
+
+
+def _without_dense(chosen: Sequence[str], format_: Format, pass_label: str) -> list[str]:
+    """Leave out the linears that the format never stores as codes. Raises TargetError if it is all of them."""
+    reasons = {name: format_.stores_dense(name) for name in chosen}
+    if chosen and all(reasons.values()):
+        raise TargetError(
+            f"{pass_label}: format {format_.name} cannot store {chosen[0]} as codes: {reasons[chosen[0]]}"
+        )
+    return [name for name in chosen if reasons[name] is None]
 
 
 def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:

@@ -35,7 +35,8 @@ LARGEST_INDEX = 64 << 20
 """Bytes of `SIDECAR`."""
 BLOCKS = "_blocks"
 """The end of the name of a tensor whose blocks are read as bytes."""
-CUBE = 3  # axes of the stacked matrices of experts
+CUBE = 3  # axes of stacked matrices
+PAIR = 2
 MEMBER = "#"
 """The place of the number of an expert in the name of an entry."""
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -70,6 +71,9 @@ class Entry:
         transposed: whether the file has rows and columns exchanged.
         axis: an axis of length 1 of the tensor in the model, which the file lacks; None: none.
         members: the number of experts whose tensors are stacked; None: it is one tensor.
+        stacked: equal parts of the rows, which the file stacks as matrices of their own; None: the rows are one matrix.
+            `transposed` then exchanges rows and columns of each of them.
+        rows: (first, last + 1) of the rows of each such part that are in this tensor; others are in other tensors.
     """
 
     name: str
@@ -80,6 +84,8 @@ class Entry:
     transposed: bool = False
     axis: int | None = None
     members: int | None = None
+    stacked: int | None = None
+    rows: Sequence[int] = ()
 
     @property
     def names(self) -> list[str]:
@@ -103,11 +109,24 @@ class Entry:
         if self.groups is not None and self.group_heads is not None:
             counts.append(self.groups * self.group_heads)
         is_valid = isinstance(self.name, str) and all(isinstance(n, int) and n > 0 and rows % n == 0 for n in counts)
+        is_valid = is_valid and (self.stacked is None or self._fits_parts(shape))
         if not is_valid or self.axis not in (None, 0, 1) or not isinstance(self.shift, int | float):
             raise ValueError(f"the entry of {str(self.name)[:200]} does not fit a tensor of {list(shape)}")
 
+    def _fits_parts(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of the file can hold `rows` of each of the `stacked` parts, as numbers."""
+        if not isinstance(self.rows, list | tuple) or not all(isinstance(n, int) and n >= 0 for n in self.rows):
+            return False
+        is_cube = len(shape) == CUBE and shape[0] == self.stacked and self.axis is None
+        if not is_cube or len(self.rows) != PAIR or self.name.endswith(BLOCKS):
+            return False
+        return self.rows[1] - self.rows[0] == shape[2 if self.transposed else 1]
+
     def to_file(self, tensor: Tensor) -> Tensor:
         """The tensor in the form of the file, of a tensor of the model: rows of numbers or of bytes."""
+        if self.stacked is not None:
+            parts = tensor.unflatten(0, (self.stacked, -1))[:, self.rows[0] : self.rows[1]]
+            return parts.mT if self.transposed else parts
         tensor = tensor.T if self.transposed else tensor
         order = self._order(tensor.shape[0])
         tensor = tensor if order is None else tensor[order]
@@ -115,7 +134,9 @@ class Entry:
         return tensor + self.shift if self.shift else tensor
 
     def to_model(self, tensor: Tensor) -> Tensor:
-        """The inverse of `to_file`."""
+        """The inverse of `to_file`; with `stacked`, the rows of each part that it holds, [parts, rows, columns]."""
+        if self.stacked is not None:
+            return tensor.mT if self.transposed else tensor
         tensor = tensor - self.shift if self.shift else tensor
         tensor = tensor if self.axis is None else tensor.unsqueeze(self.axis)
         order = self._order(tensor.shape[0])
@@ -124,11 +145,17 @@ class Entry:
 
     def shape_in_file(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape in the file of one tensor of the model."""
+        if self.stacked is not None:
+            height, width = self.rows[1] - self.rows[0], shape[-1]
+            return (self.stacked, width, height) if self.transposed else (self.stacked, height, width)
         sizes = list(reversed(shape)) if self.transposed else list(shape)
         return tuple(size for axis, size in enumerate(sizes) if axis != self.axis)
 
     def shape_in_model(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The inverse of `shape_in_file`."""
+        """The inverse of `shape_in_file`; with `stacked`, of the rows that the tensor has."""
+        if self.stacked is not None:
+            height, width = shape[:0:-1] if self.transposed else shape[1:]
+            return self.stacked * height, width
         sizes = list(shape) if self.axis is None else [*shape[: self.axis], 1, *shape[self.axis :]]
         return tuple(reversed(sizes)) if self.transposed else tuple(sizes)
 
@@ -149,7 +176,7 @@ def packed_index(entries: Mapping[str, Entry]) -> str:
     """Return the index as text: entries by the name in the file, one for all blocks alike, without defaults."""
     packed: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
-        values = {key: value for key, value in asdict(entry).items() if value != DEFAULTS.get(key)}
+        values = {key: value for key, value in asdict(entry).items() if value != DEFAULTS[key]}
         shared = values | {"name": NUMBER.sub("*", entry.name, count=1)}
         alike = NUMBER.findall(name)[:1] == NUMBER.findall(entry.name)[:1] != []
         if not alike or packed.setdefault(NUMBER.sub("*", name, count=1), shared) != shared:
@@ -256,7 +283,7 @@ class GGUFTensors:
     def __init__(self, path: Path) -> None:
         reader = open_reader(path)
         index = self._index(path, reader.get_field(INDEX))
-        self._tensors: dict[str, tuple[Entry, Any, int | None]] = {}
+        self._places: dict[str, list[_Place]] = {}
         for tensor in reader.tensors:
             entry = entry_of(index, tensor.name)
             if entry is None:
@@ -266,8 +293,11 @@ class GGUFTensors:
                 raise ValueError(f"{tensor.name} does not hold {members} experts, as its entry states")
             entry.check(tuple(reversed([int(n) for n in tensor.shape]))[0 if entry.members is None else 1 :])
             for number, name in enumerate(entry.names):
-                self._tensors[name] = entry, tensor, None if entry.members is None else number
-        self.headers = {name: self._header(name) for name in self._tensors}
+                place = _Place(entry, tensor, None if entry.members is None else number)
+                self._places.setdefault(name, []).append(place)
+        for name, places in self._places.items():
+            self._places[name] = _in_order(name, places)
+        self.headers = {name: self._header(name) for name in self._places}
 
     @staticmethod
     def _index(path: Path, field: Any) -> Mapping[str, Any]:
@@ -286,24 +316,8 @@ class GGUFTensors:
 
     def _tensor(self, name: str) -> Tensor:
         """Return a tensor in the form of the model."""
-        entry, stored, member = self._tensors[name]
-        kind, shape = stored.tensor_type.name, self._shape(name)
-        data = torch.from_numpy(np.array(stored.data if member is None else stored.data[member]))
-        if kind in BLOCK_TYPES:
-            tensor = data.reshape(*shape[:-1], -1)
-            if not name.endswith(BLOCKS):
-                matrix = tensor.reshape(-1, tensor.shape[-1])
-                tensor = BLOCK_TYPES[kind].decode(matrix, shape[-1]).dense(torch.float32).reshape(shape)
-        else:
-            dtype = next(dtype for dtype, stated in DENSE.items() if stated == kind)
-            tensor = data.view(dtype).reshape(shape)
-        return entry.to_model(tensor)
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape in the file of a tensor of the model."""
-        _, stored, member = self._tensors[name]
-        shape = tuple(reversed([int(n) for n in stored.shape]))
-        return shape if member is None else shape[1:]
+        parts = [place.tensor(name.endswith(BLOCKS)) for place in self._places[name]]
+        return parts[0] if self._places[name][0].entry.stacked is None else torch.cat(parts, dim=1).flatten(0, 1)
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by name."""
@@ -313,11 +327,66 @@ class GGUFTensors:
         """Do nothing: `MappedTensors.ask` asks for pages, and tensors of this file are copies."""
 
     def _header(self, name: str) -> Header:
-        entry, stored, _ = self._tensors[name]
-        shape, kind = self._shape(name), stored.tensor_type.name
-        if name.endswith(BLOCKS):
-            return Header("U8", entry.shape_in_model((*shape[:-1], BLOCK_TYPES[kind].row_bytes(shape[-1]))))
-        return Header("F32" if kind in BLOCK_TYPES else kind, entry.shape_in_model(shape))
+        headers = [place.header(name.endswith(BLOCKS)) for place in self._places[name]]
+        if len({(header.dtype, *header.shape[1:]) for header in headers}) > 1:
+            raise ValueError(f"the tensors of {name[:200]} are of several dtypes or widths")
+        rows = sum(header.shape[0] for header in headers) if len(headers) > 1 else headers[0].shape[0]
+        return Header(headers[0].dtype, (rows, *headers[0].shape[1:]))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a file has a tensor of the model, or some of its rows.
+
+    Attributes:
+        entry: how it is stored.
+        stored: the tensor of the file, of the gguf package.
+        member: the number of the expert in it; None: it is one tensor.
+    """
+
+    entry: Entry
+    stored: Any
+    member: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file."""
+        shape = tuple(reversed([int(n) for n in self.stored.shape]))
+        return shape if self.member is None else shape[1:]
+
+    def tensor(self, as_blocks: bool) -> Tensor:
+        """Return the values in the form of the model: bytes of blocks, or numbers."""
+        kind, shape = self.stored.tensor_type.name, self.shape
+        data = torch.from_numpy(np.array(self.stored.data if self.member is None else self.stored.data[self.member]))
+        if kind in BLOCK_TYPES:
+            tensor = data.reshape(*shape[:-1], -1)
+            if not as_blocks:
+                matrix = tensor.reshape(-1, tensor.shape[-1])
+                tensor = BLOCK_TYPES[kind].decode(matrix, shape[-1]).dense(torch.float32).reshape(shape)
+        else:
+            dtype = next(dtype for dtype, stated in DENSE.items() if stated == kind)
+            tensor = data.view(dtype).reshape(shape)
+        return self.entry.to_model(tensor)
+
+    def header(self, as_blocks: bool) -> Header:
+        """Return dtype and shape of `tensor`; of rows of several parts, of all of them below each other."""
+        shape, kind = self.shape, self.stored.tensor_type.name
+        if as_blocks:
+            return Header("U8", self.entry.shape_in_model((*shape[:-1], BLOCK_TYPES[kind].row_bytes(shape[-1]))))
+        return Header("F32" if kind in BLOCK_TYPES else kind, self.entry.shape_in_model(shape))
+
+
+def _in_order(name: str, places: Sequence[_Place]) -> list[_Place]:
+    """Return the places of a tensor in the order of their rows. Raises ValueError if they do not hold all of them."""
+    if len(places) == 1 and places[0].entry.stacked is None:
+        return list(places)
+    ordered, end = sorted(places, key=lambda place: tuple(place.entry.rows)), 0
+    for place in ordered:
+        entry = place.entry
+        if entry.stacked is None or entry.stacked != ordered[0].entry.stacked or entry.rows[0] != end:
+            raise ValueError(f"the tensors of {name[:200]} do not hold each of its rows once")
+        end = entry.rows[1]
+    return ordered
 
 
 @lru_cache(maxsize=2)

@@ -265,6 +265,10 @@ class Format(ABC):
         """
         return None
 
+    def stores_dense(self, name: str) -> str | None:
+        """Return why a linear, by its full name, is never stored as codes; None if it may be."""
+        return None
+
     def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
         """Return the scheme of the layer in its stored form; None for a layer that is stored dequantized.
 

@@ -49,6 +49,7 @@ from compress.checkpoint.formats.base import (
 )
 from compress.checkpoint.formats.gguf_files.architecture import (
     EXPERT,
+    LATENT,
     Architecture,
     architecture_of,
     architectures,
@@ -86,6 +87,7 @@ UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "arc
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ALIGNMENT = 32  # gguf.h, GGUF_DEFAULT_ALIGNMENT: the bytes to which tensors are padded
 
+SPLIT = f"llama.cpp reads {LATENT} as two matrices for each head, one of them transposed, which codes of rows cannot be"
 ONE_TYPE = (
     "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
     "or format: native"
@@ -174,7 +176,12 @@ class GGUF(Format):
         # llama.cpp has the gate of a shared expert as a vector, which it does not quantize
         return None if scheme.codes is not None and scheme.shape[0] == 1 else scheme
 
+    def stores_dense(self, name: str) -> str | None:
+        return SPLIT if name.endswith(f".{LATENT}") else None
+
     def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        if any(map(self.stores_dense, schemes)):
+            return f"{SPLIT}; compress the model again with ignore: '*.{LATENT}', or use another format"
         stacks: dict[str, dict[int, str]] = {}
         for name, scheme in schemes.items():
             if (number := EXPERT.search(name)) is not None:
@@ -239,11 +246,12 @@ class GGUF(Format):
         assert architecture is not None, "refuses_model was not asked"
         name_in_file, infos = architecture.tensor_names(ends.config.num_hidden_layers), {}
         for name, shape in shapes.items():
-            file_name = name_in_file(ends.embedding if ends.tied and name == ends.head and ends.embedding else name)
-            is_packed = len(shape) > 1
-            entry = architecture.entry(name, shape, ends.config, is_packed)
-            entry = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
-            infos[file_name or name] = Stored(file_name or name, entry, "F32", tuple(shape), partial(torch.empty, 0))
+            known_as = ends.embedding if ends.tied and name == ends.head and ends.embedding else name
+            for part, values in architecture.parts(known_as, ends.config).items():
+                file_name, is_packed = name_in_file(part) or part, len(shape) > 1
+                entry = replace(architecture.entry(name, shape, ends.config, is_packed), **values)
+                entry = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
+                infos[file_name] = Stored(file_name, entry, "F32", tuple(shape), partial(torch.empty, 0))
         factors = {name: Stored(name, None, "F32", (1,), partial(torch.empty, 0)) for name in rope_factors(ends.config)}
         tensors = [*infos.values(), *factors.values()]
         vocabulary = vocabulary_of(ends.tokenizer, ends.config.vocab_size)
@@ -303,22 +311,27 @@ def _tensors(
     """
     name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
     sources: dict[str, list[tuple[Path, str]]] = {}
+    values_of: dict[str, dict[str, Any]] = {}
     for full, path in sorted(shards.items(), key=lambda item: (item[1], *_numbered(item[0]))):
         plain = full.removesuffix(BLOCKS)
         weight_name = ends.embedding if ends.tied and plain == ends.head else plain
-        file_name = None if weight_name is None else name_in_file(weight_name)
-        if file_name is None:
-            raise SaveError(
-                f"save: llama.cpp has no tensor for {plain} in files of the architecture {architecture.name}; use "
-                "another format"
-            )
-        sources.setdefault(file_name, []).append((path, full))
+        for part, values in architecture.parts(weight_name or plain, ends.config).items():
+            file_name = None if weight_name is None else name_in_file(part)
+            if file_name is None:
+                raise SaveError(
+                    f"save: llama.cpp has no tensor for {plain} in files of the architecture {architecture.name}; use "
+                    "another format"
+                )
+            sources.setdefault(file_name, []).append((path, full))
+            values_of[file_name] = values
     for file_name, stored in sources.items():
         path, full = stored[0]
         plain = full.removesuffix(BLOCKS)
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(full)
-        entry = architecture.entry(plain, tensor.shape, ends.config, is_packed=full != plain)
+        entry = replace(
+            architecture.entry(plain, tensor.shape, ends.config, is_packed=full != plain), **values_of[file_name]
+        )
         if len({name.endswith(BLOCKS) for _, name in stored}) > 1:
             raise SaveError(f"save: {ONE_TYPE.format(plain, 'codes and dense')}")
         assert len(stored) == (entry.members or 1), f"{file_name} holds {len(stored)} tensors"

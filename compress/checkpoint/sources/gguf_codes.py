@@ -94,16 +94,18 @@ def _describe(path: Path) -> None:
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
     open_experts(model)
-    names = dict(_names(model, architecture))
-    check_none_missing(header, set(names.values()) - set(types))
-    check_none_unread(header, set(types) - set(names.values()) - replaced)
-    schemes = dict(_schemes(model, names, types))
+    parts = dict(_parts(model, architecture))
+    known = {name for names in parts.values() for name in names}
+    check_none_missing(header, known - set(types))
+    check_none_unread(header, set(types) - known - replaced)
+    whole = {full: name for full, names in parts.items() for name in names if len(names) == 1}
+    schemes = dict(_schemes(model, whole, types))
     entries = {}
-    for full, name in names.items():
-        layer = full.removesuffix(".weight")
-        is_packed = layer in schemes
+    for full, values_by_name in parts.items():
+        is_packed = full.removesuffix(".weight") in schemes
         entry = architecture.entry(full, model.state_dict()[full].shape, config, is_packed)
-        entries[name] = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
+        entry = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
+        entries |= {name: replace(entry, **values) for name, values in values_by_name.items()}
     quantization = GGUF().config(schemes, [], "")
     if quantization is None and own is None:
         raise NotThisFormat(f"model: {path} has no codes")
@@ -118,26 +120,29 @@ def _describe(path: Path) -> None:
     call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
 
 
-def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Yield the name in the file of each tensor of the model; of tied tensors, once."""
+def _parts(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yield the tensors in the file of each tensor of the model, with fields of `Entry`; of tied tensors, once."""
     name_in_file = architecture.tensor_names(model.config.num_hidden_layers)
     tied = {name: end.embedding for end in find_ends(model) if end.role == "tied" for name in (end.head, end.embedding)}
     for full in model.state_dict():
         module, _, leaf = full.rpartition(".")
-        file_name = name_in_file(f"{tied.get(module) or module}.{leaf}")
-        if file_name is None:
-            raise NotThisFormat(f"model: the gguf package has no name for {full}")
-        yield full, file_name
+        names = {}
+        for part, values in architecture.parts(f"{tied.get(module) or module}.{leaf}", model.config).items():
+            file_name = name_in_file(part)
+            if file_name is None:
+                raise NotThisFormat(f"model: the gguf package has no name for {full}")
+            names[file_name] = values
+        yield full, names
 
 
 def _schemes(
     model: PreTrainedModel, names: Mapping[str, str], types: Mapping[str, str]
 ) -> Iterator[tuple[str, LayerScheme]]:
-    """The scheme of each linear and each end whose weight has blocks."""
+    """The scheme of each linear and each end whose weight has blocks, if it is one tensor of the file."""
     ends = {end.name: end for end in find_ends(model)}
     shapes: dict[str, Any] = {name: shape_of(module) for name, module in linears(model).items()}
     shapes |= {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in ends}
     for name, shape in shapes.items():
-        block = BLOCK_TYPES.get(types[names[f"{name}.weight"]])
+        block = BLOCK_TYPES.get(types[names[f"{name}.weight"]]) if f"{name}.weight" in names else None
         if block is not None:
             yield name, LayerScheme(shape, (block.scheme(),), role=ends[name].role if name in ends else "linear")

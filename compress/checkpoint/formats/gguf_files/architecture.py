@@ -34,6 +34,12 @@ BIASES = ("attention_bias", "mlp_bias")
 LOCAL_THETA = 10000.0
 """Base of the rotary embedding of blocks with a sliding window in llama.cpp."""
 ROPE_TYPES = ("default", "linear", "llama3")
+LATENT = "kv_b_proj"
+"""The linear of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) that makes keys and values of the latent
+vector. The file has it as two tensors of one matrix for each head: of keys, transposed, and of values."""
+LATENT_PARTS = "k_b_proj", "v_b_proj"
+WITHOUT_QUERY_RANK = (26, 27)
+"""Numbers of blocks of models without low-rank queries in llama.cpp (deepseek2.cpp)."""
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """The number of an expert in the name of a tensor."""
 MATRIX, CUBE = 2, 3  # axes
@@ -75,6 +81,7 @@ class Architecture:
     square: bool = False
     fused: str | None = None
     transposed: tuple[str, ...] = ()
+    gating: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def refuses(self, config: PretrainedConfig) -> str | None:
@@ -100,7 +107,23 @@ class Architecture:
             return f"its sliding windows are not in {self.period - 1} of {self.period} blocks, as in llama.cpp"
         if self.period is None and WINDOW in (getattr(config, "layer_types", None) or ()):
             return "some of its blocks have a sliding window, which llama.cpp does not compute for it"
-        return self._refuses_values(config)
+        return (self._refuses_latent(config) if is_latent(config) else None) or self._refuses_values(config)
+
+    def _refuses_latent(self, config: PretrainedConfig) -> str | None:
+        """Why llama.cpp does not compute the latent attention or the experts of a model, or None."""
+        rope = rope_of(config)
+        scale, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+        if rope.get("rope_type") == "yarn" and (not scale or scale != whole):
+            return (
+                f"its rotary embedding has mscale {scale} and mscale_all_dim {whole}, but llama.cpp computes with two "
+                "equal numbers above 0"
+            )
+        if getattr(config, "q_lora_rank", None) is None and config.num_hidden_layers not in WITHOUT_QUERY_RANK:
+            numbers = " or ".join(map(str, WITHOUT_QUERY_RANK))
+            return f"it has no q_lora_rank, and llama.cpp reads such models with {numbers} blocks only"
+        if not getattr(config, "n_shared_experts", None):
+            return "it has no shared experts, which llama.cpp expects"
+        return None
 
     def _refuses_values(self, config: PretrainedConfig) -> str | None:
         """Why llama.cpp computes with other values than those of the configuration, or None."""
@@ -158,6 +181,24 @@ class Architecture:
             name = EXPERT.sub(f".experts.{MEMBER}.", name)
         return Entry(name, **values)
 
+    def parts(self, name: str, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """Return the tensors that the file has for a tensor of the model: their names there, and fields of `Entry`.
+
+        Args:
+            name: in the model.
+            config: configuration of the model.
+        """
+        path, _, leaf = name.rpartition(".")
+        stem, _, module = path.rpartition(".")
+        if module != LATENT or leaf != "weight" or not is_latent(config):
+            return {name: {}}
+        keys, heads = config.qk_nope_head_dim, config.num_attention_heads
+        rows = (0, keys), (keys, keys + config.v_head_dim)
+        return {
+            f"{stem}.{part}.{leaf}": {"stacked": heads, "rows": between, "transposed": part == LATENT_PARTS[0]}
+            for part, between in zip(LATENT_PARTS, rows, strict=True)
+        }
+
     def tensor_names(self, blocks: int) -> Callable[[str], str | None]:
         """The name in the file for the name of a tensor in the model, of so many blocks; None if there is none.
 
@@ -188,9 +229,17 @@ class Architecture:
         yield "feed_forward_length", feed_forward_width(config)
         yield "attention.head_count", config.num_attention_heads
         heads, kinds = key_value_heads(config), getattr(config, "layer_types", None) or ()
-        yield "attention.head_count_kv", [0 if kind == CONV else heads for kind in kinds] if CONV in kinds else heads
-        yield "attention.key_length", head_dim(config)
-        yield "attention.value_length", head_dim(config)
+        if is_latent(config):
+            yield from _latent_metadata(config)
+        else:
+            yield (
+                "attention.head_count_kv",
+                [0 if kind == CONV else heads for kind in kinds] if CONV in kinds else heads,
+            )
+            yield "attention.key_length", head_dim(config)
+            yield "attention.value_length", head_dim(config)
+        if self.gating is not None:
+            yield "expert_gating_func", self.gating
         for key, kind, names in KEYS:
             value = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
             if value is not None:
@@ -198,6 +247,27 @@ class Architecture:
         if self.period is not None and window is not None:
             yield "attention.sliding_window", window
         yield from _rotary_metadata(config)
+
+
+def _latent_metadata(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The hyperparameters of latent attention, as one head of keys and values, and of its experts."""
+    rotary = config.qk_rope_head_dim
+    yield "attention.head_count_kv", 1
+    yield "attention.key_length", config.kv_lora_rank + rotary
+    yield "attention.value_length", config.kv_lora_rank
+    yield "attention.key_length_mla", config.qk_nope_head_dim + rotary
+    yield "attention.value_length_mla", config.v_head_dim
+    yield "attention.kv_lora_rank", config.kv_lora_rank
+    if config.q_lora_rank is not None:
+        yield "attention.q_lora_rank", config.q_lora_rank
+    kinds = getattr(config, "mlp_layer_types", None)
+    yield "leading_dense_block_count", config.first_k_dense_replace if kinds is None else kinds.count("dense")
+    yield "expert_shared_count", config.n_shared_experts
+    yield "expert_weights_scale", float(config.routed_scaling_factor)
+    yield "expert_weights_norm", bool(config.norm_topk_prob)
+    if (getattr(config, "n_group", None) or 1) > 1 and getattr(config, "topk_method", None) != "greedy":
+        yield "expert_group_count", config.n_group
+        yield "expert_group_used_count", config.topk_group
 
 
 def _rotary_metadata(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
@@ -209,6 +279,13 @@ def _rotary_metadata(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
     yield "rope.freq_base", float(rope.get("rope_theta", 10000.0))
     if rope.get("rope_type") == "linear":
         yield "rope.scaling.factor", float(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        yield "rope.scaling.type", "yarn"
+        yield "rope.scaling.factor", float(rope["factor"])
+        yield "rope.scaling.original_context_length", int(rope["original_max_position_embeddings"])
+        yield "rope.scaling.yarn_beta_fast", float(rope.get("beta_fast") or 32)
+        yield "rope.scaling.yarn_beta_slow", float(rope.get("beta_slow") or 1)
+        yield "rope.scaling.yarn_log_multiplier", 0.1 * rope["mscale_all_dim"]  # deepseek2.cpp divides by 0.1
     if rope.get("rope_type") == "longrope":
         original = int(rope["original_max_position_embeddings"])
         scale = config.max_position_embeddings / original
@@ -242,8 +319,15 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def is_latent(config: PretrainedConfig) -> bool:
+    """Whether attention keeps a latent vector of low rank instead of keys and values (DeepSeek-V2)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
 def rotary_width(config: PretrainedConfig) -> int:
     """The number of rows of a head that are rotated by the position."""
+    if is_latent(config):
+        return config.qk_rope_head_dim
     part = rope_of(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     return int(head_dim(config) * (1 if part is None else part))
 

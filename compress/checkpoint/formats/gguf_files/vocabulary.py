@@ -26,6 +26,22 @@ NAMED = {
     "tekken": ("", r"\p{N}"),
 }
 """Expressions that divide words by case, as in llama.cpp (llama-vocab.cpp): contractions and numbers by name."""
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r" ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Expressions that divide texts one after the other, of DeepSeek-V3: `deepseek-v3` of llama.cpp (llama-vocab.cpp)."""
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[A-Za-zµÀ-Ö",
+    "\\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+)
+"""The same of DeepSeek-V2 (`deepseek-llm`); of the second, the beginning. Single digits follow."""
 SUFFIXES = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|")
 """The two spellings of the contractions at the beginning of the expressions."""
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
@@ -132,7 +148,24 @@ def _pre_tokenizer(stated: dict[str, Any], ignores_merges: bool) -> str:
                 return "qwen2"
     if kinds == ["Punctuation", "ByteLevel", "Digits", "Split"]:
         return "falcon"
+    if name := _deepseek(steps):
+        return name
     raise ValueError(f"its pre-tokenizer ({', '.join(kinds)}) is none that compress can name for llama.cpp")
+
+
+def _deepseek(steps: list[dict[str, Any]]) -> str | None:
+    """Return the name of a pre-tokenizer of DeepSeek, which divides texts several times; None for others."""
+    kinds = [step["type"] for step in steps]
+    splits = [
+        step["pattern"].get("Regex", "").replace("\r", r"\r").replace("\n", r"\n")
+        for step in steps
+        if "pattern" in step
+    ]
+    if kinds == ["Split"] * 3 + ["ByteLevel"] and tuple(splits) == DEEPSEEK:
+        return "deepseek-v3"
+    if kinds == ["Split"] * 5 + ["Digits", "ByteLevel"] and all(map(str.startswith, splits, DEEPSEEK_LLM)):
+        return "deepseek-llm"
+    return None
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int, unknown: str) -> tuple[list[str], list[int]]:

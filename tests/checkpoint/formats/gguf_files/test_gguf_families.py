@@ -1,18 +1,21 @@
 """GGUF files of each architecture: read back as the same function, with the tensors that llama.cpp has."""
 
+import re
+
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from gguf_families import FAMILIES, gguf_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from gguf_families import FAMILIES, YARN, gguf_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import RTN
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf import GGUF
+from compress.checkpoint.formats.gguf_files.architecture import architecture_of
 from compress.errors import TargetError
 from compress.layers.linear import linears
 
@@ -152,3 +155,65 @@ def test_a_dense_mixture_is_exported_with_its_experts_in_8_bits(mixture, tmp_pat
     assert {
         layer.scheme.text for name, layer in linears(compress.load(tmp_path / "out")[0]).items() if ".experts." in name
     } == {"int8, group 32"}
+
+
+def latent_folder(tokenizer, folder, **changes):
+    """A folder with a model whose attention keeps a latent vector."""
+    gguf_model("deepseek-v3", **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_keys_and_values_of_a_latent_vector_are_matrices_of_heads(tokenizer, tmp_path):
+    """[heads, rank, keys] and [heads, values, rank], as deepseek2.cpp multiplies them; one head of keys in the header."""
+    model = gguf_model("deepseek-v3")
+    compress.save(model, tmp_path / "out", "gguf", tokenizer, "float32", embedding="dense", head="dense")
+    stored = tensors_of(tmp_path / "out")
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight.view(4, 16 + 24, 32)
+    assert torch.equal(values(stored["blk.0.attn_k_b.weight"]), weight[:, :16].mT)
+    assert torch.equal(values(stored["blk.0.attn_v_b.weight"]), weight[:, 16:])
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert torch.equal(values(stored["blk.1.exp_probs_b.bias"]), bias)
+    fields = GGUFReader(tmp_path / "out" / FILE).fields
+    expected = {"attention.head_count_kv": 1, "attention.key_length": 32 + 8, "attention.key_length_mla": 16 + 8}
+    expected |= {"attention.value_length": 32, "attention.value_length_mla": 24, "leading_dense_block_count": 1}
+    expected |= {"expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2}
+    assert {key: fields[f"deepseek2.{key}"].contents() for key in expected} == expected
+
+
+def test_what_makes_keys_and_values_stays_dense_and_the_plan_says_so(tokenizer, recipe, tmp_path):
+    folder = latent_folder(tokenizer, tmp_path / "model")
+    asked = recipe(RTN(**OCTETS), model=folder, save={"format": "gguf"}, eval=None)
+    [note] = [note for note in compress.plan(asked).notes if "kv_b_proj" in note]
+    assert note.startswith("2 linears stay dense (model.layers.*.self_attn.kv_b_proj): llama.cpp reads kv_b_proj as two matrices")
+    compress.run(asked, tmp_path / "out", progress=False)
+    stored = tensors_of(tmp_path / "out")
+    assert stored["blk.1.attn_kv_a_mqa.weight"].tensor_type.name == "Q8_0"
+    assert stored["blk.1.attn_k_b.weight"].tensor_type.name == "F32"
+    lines = compress.export(folder, tmp_path / "exported", "gguf", type="Q8_0")
+    assert [line.after for line in lines if "kv_b_proj" in line.name] == ["dense"]
+    with pytest.raises(TargetError, match="format gguf cannot store .*kv_b_proj as codes: llama.cpp reads"):
+        compress.plan(recipe(RTN(**OCTETS, targets=["*.kv_b_proj"]), model=folder, save={"format": "gguf"}))
+    compress.run(recipe(RTN(**OCTETS), model=folder, eval=None), tmp_path / "codes", progress=False)
+    with pytest.raises(TargetError, match="compress the model again with ignore: '.*kv_b_proj'"):
+        compress.export(tmp_path / "codes", tmp_path / "again", "gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("deepseek-v3", {"rope_parameters": {**YARN, "mscale": 1.0}}, "mscale 1.0 and mscale_all_dim 0.7"),
+        ("deepseek-v3", {"n_shared_experts": 0}, "no shared experts"),
+        ("deepseek-v2-lite", {"num_hidden_layers": 2}, "no q_lora_rank, .* 26 or 27 blocks only"),
+    ],
+)
+def test_latent_models_that_llamacpp_computes_otherwise_are_refused(family, changes, reason):
+    kind, options = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **{**options, **changes})
+    assert re.search(reason, architecture_of(config).refuses(config))
+
+
+def test_groups_of_experts_that_llamacpp_scores_otherwise_are_refused():
+    kind, options = FAMILIES["deepseek-v2"]
+    config = AutoConfig.for_model(kind, **options, topk_method="group_limited_greedy", n_group=4, topk_group=2)
+    assert "topk_method is group_limited_greedy" in architecture_of(config).refuses(config)

@@ -184,7 +184,8 @@ def _largest_fit(footprint: Footprint, limit: int) -> Fit | None:
     A smaller store costs only files, so stores shrink first. Recomputing costs about one more forward pass through each
     block, a smaller group one or more for each group.
     """
-    if not _fits(_least(footprint), limit):
+    # statistics that are all in memory are freed as layers are compressed, so all of them may need less than some
+    if not _fits(_least(footprint), limit) and not _fits(footprint, limit):
         return None
     can_recompute = (False, True) if footprint.recomputing_steps() else (False,)
     for count, recomputes, store in product(_groups(footprint), can_recompute, _stores(footprint)):

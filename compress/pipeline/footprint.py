@@ -11,17 +11,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.checkpoint.save import outside_dense
 from compress.data.ids import extent, reading_bytes
 from compress.data.listed import count_in, lists_of
 from compress.data.text_source import TextSource, as_source
+from compress.errors import CannotRun
 from compress.layers.scheme import LayerScheme
 from compress.models.experts import in_experts
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import adapter_of, is_headless
+from compress.models.reshape.experts import experts_per_token
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends
 from compress.numerics.quant.codes import groups_in
@@ -46,6 +50,8 @@ LINEAR_BYTES = 25_000
 journal. Measured on blocks of 64 to 512 experts, 64 wide, with the process of eval/benchmarks/memory.py; it matters
 where the experts are many and small."""
 ROUTING_BYTES = 4 * 8  # of a token: the numbers of the experts that it has chosen, if these are eight
+CHOSEN: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
+"""The experts of a token by model; None if the model does not run without data."""
 EVALUATION, TEXTS, COPIED = "evaluation", "reading texts", "copied tensors"
 
 Before = Callable[[int, str], LayerScheme]
@@ -307,7 +313,7 @@ class Footprint:
             pass_parts = around | self._parts_of(i, step, names, block)
             if not has_all_blocks:
                 compressed = [self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n)]
-                pass_parts["the compressed block"] = sum(compressed)
+                pass_parts["the compressed block"] = sum(compressed) - self._exchanged_bytes(i, step, names)
             needs.append(Need(f"{self.steps[i][0]} on {block.name}", pass_parts))
         return needs
 
@@ -326,6 +332,56 @@ class Footprint:
         """Bytes of a forward pass through a block for a number of tokens."""
         return tokens * self.itemsize * (narrow * self.hidden + WIDE * self.widest)
 
+    def _statistics(self, step: LayerPass, names: Sequence[str]) -> tuple[tuple[int, ...], int]:
+        """Return the widths of the inputs whose statistics are in memory at once, and the bytes of the statistics."""
+        widths = self._input_widths(names)
+        observed = widths[-1:] if step.true_sequential else self._observed(widths)
+        caches = [step.observer.cached_bytes(width) for width in observed]
+        size = sum(step.observer.memory_bytes(width) for width in observed) - sum(caches) + max(caches, default=0)
+        return observed, size + self._sample_bytes(names, len(observed))
+
+    def _sample_bytes(self, names: Sequence[str], count: int) -> int:
+        """Return the bytes of the sampled rows of the widest inputs; experts sample at most the rows that they get."""
+        inputs = sorted((width, module in self._experts) for module, width in self._inputs(names))[-count:]
+        batches = -(-self.sequences // self.batch)
+        size = 0
+        for width, is_expert in set(inputs):
+            every = inputs.count((width, is_expert)) * Sample.memory_bytes(width, self.itemsize, batches)
+            routed = self._routed_rows * width * self.itemsize if is_expert and self._routed_rows else every
+            size += min(every, routed)
+        return size
+
+    @cached_property
+    def _experts(self) -> frozenset[str]:
+        """The full names of the modules of experts."""
+        return frozenset(f"{block.name}.{name}" for block in self.opened.blocks for name in in_experts(block.module))
+
+    @property
+    def _routed_rows(self) -> int | None:
+        """The rows that all experts of a block get together; None if it is not known."""
+        model = self.opened.model
+        if model not in CHOSEN:
+            try:
+                CHOSEN[model] = experts_per_token(model)
+            except CannotRun:
+                CHOSEN[model] = None
+        per_token = CHOSEN[model]
+        return None if per_token is None else self.tokens * per_token
+
+    def _exchanged_bytes(self, index: int, step: Pass, names: Sequence[str]) -> int:
+        """Return the bytes of statistics that are freed before the last layers that they are of are compressed.
+
+        Inputs that are observed together are solved one after the other, so their statistics and the compressed layers
+        are not in memory at once. Layers that an earlier pass compressed are in memory from the start.
+        """
+        if not isinstance(step, LayerPass) or step.true_sequential:
+            return 0
+        observed, size = self._statistics(step, names)
+        inputs = set(sorted(self._inputs(names), key=lambda item: item[::-1])[-len(observed) :])
+        read = [name for name in names if (name.rpartition(".")[0], self.shapes[name][1]) in inputs]
+        new = sum(self._compressed_bytes(index + 1, name) for name in read if not self._is_target(index, name))
+        return min(size, new)
+
     def _layer_pass_parts(self, step: LayerPass, names: Sequence[str], block: Block) -> dict[str, int]:
         """Return the bytes of the statistics, and of either a forward pass or a solver.
 
@@ -333,9 +389,7 @@ class Footprint:
         the block, and also all batches of the uncompressed model if the pass compares with it. Their activations are
         in no store. If they are recomputed, only inputs of experts are stored.
         """
-        widths = self._input_widths(names)
-        observed = widths[-1:] if step.true_sequential else self._observed(widths)
-        size = sum(step.observer.memory_bytes(w) + Sample.memory_bytes(w, self.itemsize) for w in observed)
+        widths, (observed, size) = self._input_widths(names), self._statistics(step, names)
         statistics = f"statistics of {len(observed)} of {len(widths)} inputs" if observed != widths else "statistics"
         length = self.lengths[block.stack]
         inside = length * (NARROW * self.hidden + self.widest) + (self._read(block) - length) * CROSS * self.hidden
@@ -374,8 +428,11 @@ class Footprint:
 
     def _input_widths(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the widths of input tensors; linears of one module with equal widths count as one input."""
-        inputs = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
-        return tuple(sorted(width for _, width in inputs))
+        return tuple(sorted(width for _, width in self._inputs(names)))
+
+    def _inputs(self, names: Sequence[str]) -> set[tuple[str, int]]:
+        """Return the input tensors as (module, width)."""
+        return {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
 
     def _observed(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Return the widths of the inputs whose statistics are in memory at once, the widest."""

@@ -131,7 +131,7 @@ def prepare(
         if share:
             journal.add("warning", "eval", overlap_in_words(name, share))
     if processes.first:
-        check_source(opened, examples.beginning(TOKENS), recipe, planned.memory_bytes, journal)
+        check_source(opened, examples.beginning(TOKENS), recipe, planned.memory_bytes // processes.size, journal)
     quantize_embeddings(opened, run, resolved.steps)
     inputs, code = inputs_of(recipe, opened.fingerprint, examples.sha256()), code_of(recipe)
     for key in (key for key, digest in code.items() if digest == UNKNOWN):

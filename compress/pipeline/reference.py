@@ -16,6 +16,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, ModelError, one_line
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear
+from compress.models.experts import in_experts
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
 from compress.passes.contract.journal import Journal
@@ -47,7 +48,7 @@ def check_source(opened: OpenModel, batch: Batch, recipe: Recipe, planned_bytes:
 
     Args:
         batch: a few tokens.
-        planned_bytes: memory of the run.
+        planned_bytes: memory of the run; of a run in N processes, an N-th of it.
     """
     if opened.weights.checkpoint is None or _without_reference(opened, recipe) is not None:
         return  # in memory, or opened by transformers itself; or a note of the plan says why
@@ -142,7 +143,8 @@ def _too_large(opened: OpenModel, planned_bytes: int) -> str | None:
     shapes = [tensor.shape for tensor in opened.model.state_dict(keep_vars=True).values()]
     one_file = checkpoint is not None and checkpoint.format is not None and checkpoint.format.file is not None
     element_bytes = opened.dtype.itemsize + (torch.float32.itemsize if one_file else 0)  # dequantized, then cast
-    needed_bytes = sum(map(prod, shapes)) * element_bytes
+    stacks = 2 if any(in_experts(block.module) for block in opened.blocks) else 1  # the matrices, and their stacks
+    needed_bytes = sum(map(prod, shapes)) * element_bytes * stacks
     most = min(max(planned_bytes, SMALL_BYTES), available_bytes(opened.device) // 2)
     return (
         f"it takes {megabytes(needed_bytes)} MB, the run {megabytes(planned_bytes)} MB" if needed_bytes > most else None

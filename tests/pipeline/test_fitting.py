@@ -11,7 +11,6 @@ import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Distill, Evaluate, Finetune, Wanda
 from compress.cli import main
 from compress.errors import ShortageError, UserError
-from compress.passes.quantize.awq import Moments
 from compress.pipeline import fitting
 from compress.pipeline.fitting import LIBRARIES_BYTES, SEPARATE_BYTES, separate_large_tensors
 
@@ -84,7 +83,6 @@ MIXED = {
     "gptq": [GPTQ(group_size=16, true_sequential=False)],
     "wanda": [Wanda(pattern="2:4")],
     "awq": [AWQ(group_size=16), RTN(group_size=16)],
-    "rtn": [RTN(group_size=16, true_sequential=False)],
 }
 
 
@@ -92,19 +90,23 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_a_limit_makes_the_group_of_inputs_smaller_and_changes_no_byte(name, mixture, tmp_path):
     asked = mixture(*MIXED[name])
-    needed, free = needs(asked)
-    (need,) = [need for place, need in needed.items() if name in place]
-    moments = 17 * Moments.memory_bytes(32) + 16 * Moments.memory_bytes(16)  # what awq collects
-    statistics = need.parts.get("statistics", moments)
-    digests, counts = [compress.run(asked, tmp_path / "all", progress=False).report["files"]], [33]
-    for share in (2, 20):
-        limit = LIBRARIES_BYTES + free - statistics + statistics // share
-        planned = compress.plan(asked, memory=limit)
-        counts.append(planned.fit.inputs_at_once)
+    _, free = needs(asked)
+    plans = {}
+    for limit in range(LIBRARIES_BYTES + free, LIBRARIES_BYTES, -free // 200):
+        try:
+            planned = compress.plan(asked, memory=limit)
+        except ShortageError:
+            break
         assert planned.memory_bytes <= limit - LIBRARIES_BYTES
-        assert any(f"passes[0] {name} keeps statistics of {counts[-1]} of 33 inputs" in note for note in planned.notes)
-        digests.append(compress.run(asked, tmp_path / str(share), progress=False, memory=limit).report["files"])
-    assert digests[0] == digests[1] == digests[2] and counts[0] > counts[1] > counts[2]
+        plans.setdefault(planned.fit.inputs_at_once or 33, (limit, planned.notes))
+    assert len(plans) > 2 and list(plans) == sorted(plans, reverse=True) and max(plans) == 33
+    digests = []
+    for count in (33, sorted(plans)[len(plans) // 2], min(plans)):
+        limit, notes = plans[count]
+        keeps = f"passes[0] {name} keeps statistics of {count} of 33 inputs"
+        assert any(keeps in note for note in notes) == (count < 33)
+        digests.append(compress.run(asked, tmp_path / str(count), progress=False, memory=limit).report["files"])
+    assert digests[0] == digests[1] == digests[2]
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -7,7 +7,9 @@ import compress
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.tensors import StoredTensors
 from compress.errors import ModelError
+from compress.models.kinds.batch import Batch
 from compress.passes.contract.journal import Journal
+from compress.pipeline.reference import check_source
 
 RTN = {"rtn": {"weights": "int4", "group_size": 32}}
 
@@ -33,6 +35,19 @@ def test_a_model_that_is_read_right_passes_without_a_note(recipe, tmp_path):
     journal = Journal()
     compress.run(recipe(RTN), tmp_path / "out", progress=False, journal=journal)
     assert notes(journal) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_a_second_copy_that_takes_more_memory_than_the_run_is_not_made(recipe, tiny, tmp_path, monkeypatch, family):
+    """transformers holds the experts of a mixture twice: as they are stored, and stacked."""
+    model = tiny(family)
+    model.save_pretrained(tmp_path / "model")
+    opened, asked = open_model(str(tmp_path / "model")), recipe(RTN, model=str(tmp_path / "model"))
+    size = sum(4 * tensor.numel() for tensor in model.state_dict().values()) * (1 if family == "llama" else 2)
+    monkeypatch.setattr("compress.pipeline.reference.SMALL_BYTES", 0)
+    for planned, told in ((size, False), (size - 1, True)):
+        check_source(opened, Batch({"input_ids": torch.arange(8)[None]}, None), asked, planned, journal := Journal())
+        assert [note.startswith("its outputs were not compared") for note in notes(journal)] == [True] * told
 
 
 INT4 = compress.RTN(weights="int4", group_size=32)

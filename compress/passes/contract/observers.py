@@ -65,6 +65,11 @@ class Observer(ABC):
         """Memory of the observer, with its cached results, for inputs of this width."""
 
     @classmethod
+    def cached_bytes(cls, width: int) -> int:
+        """Memory of the cached results alone, which only the input whose layers are being solved has."""
+        return 0
+
+    @classmethod
     def work(cls, width: int, tokens: float) -> Work:
         """Count the work of observing so many tokens of this width; by default each number is read twice."""
         return Work(elements=2 * tokens * width)
@@ -236,7 +241,11 @@ class Gram(Observer):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return sum(8 * rows * columns for rows, columns in _slabs(width)) + 4 * width * width  # and the cached factor
+        return sum(8 * rows * columns for rows, columns in _slabs(width)) + cls.cached_bytes(width)
+
+    @classmethod
+    def cached_bytes(cls, width: int) -> int:
+        return 4 * width * width  # the factor
 
     @classmethod
     def work(cls, width: int, tokens: float) -> Work:
@@ -354,7 +363,11 @@ class CrossGram(Gram):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return super().memory_bytes(width) + (8 + 4) * width * width  # the sum and the cached shift
+        return super().memory_bytes(width) + 8 * width * width  # the sum
+
+    @classmethod
+    def cached_bytes(cls, width: int) -> int:
+        return super().cached_bytes(width) + 4 * width * width  # the shift
 
     @classmethod
     def work(cls, width: int, tokens: float) -> Work:

@@ -36,13 +36,15 @@ class Sample:
         self._rows = [rows / scale for rows in self._rows]
 
     @classmethod
-    def memory_bytes(cls, width: int, itemsize: int) -> int:
+    def memory_bytes(cls, width: int, itemsize: int, batches: int | None = None) -> int:
         """Return the largest memory of the sample in bytes, for inputs of this width.
 
         Args:
             itemsize: bytes per number.
+            batches: number of calibration batches; None: any.
         """
-        return cls.ROWS * width * itemsize
+        rows = cls.ROWS if batches is None else min(cls.ROWS, batches * cls.ROWS_PER_BATCH)
+        return rows * width * itemsize
 
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:

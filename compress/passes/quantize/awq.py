@@ -291,7 +291,11 @@ class Moments(Gram):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return super().memory_bytes(width) - 4 * width * width + 8 * width  # no factorization needed
+        return super().memory_bytes(width) + 8 * width
+
+    @classmethod
+    def cached_bytes(cls, width: int) -> int:
+        return 0  # nothing is factored
 
     @property
     def mean(self) -> Float[Tensor, " in"]:

@@ -185,7 +185,9 @@ def test_what_makes_keys_and_values_stays_dense_and_the_plan_says_so(tokenizer, 
     folder = latent_folder(tokenizer, tmp_path / "model")
     asked = recipe(RTN(**OCTETS), model=folder, save={"format": "gguf"}, eval=None)
     [note] = [note for note in compress.plan(asked).notes if "kv_b_proj" in note]
-    assert note.startswith("2 linears stay dense (model.layers.*.self_attn.kv_b_proj): llama.cpp reads kv_b_proj as two matrices")
+    assert note.startswith(
+        "2 linears stay dense (model.layers.*.self_attn.kv_b_proj): llama.cpp reads kv_b_proj as two matrices"
+    )
     compress.run(asked, tmp_path / "out", progress=False)
     stored = tensors_of(tmp_path / "out")
     assert stored["blk.1.attn_kv_a_mqa.weight"].tensor_type.name == "Q8_0"

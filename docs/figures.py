@@ -24,8 +24,8 @@ QUANTIZED = ("quantized", "three bits", "two bits")
 """Tables of `measured.yaml` whose rows have bits per weight."""
 POSITIONS = {
     "rtn-int8": "int8",
-    "best-int4": "best-int4",
-    "best-int3": "best-int3",
+    "gptq": "gptq, int4",
+    "sparsegpt-2:4": "sparsegpt, 2:4",
     "kv-int4-zeros": "4-bit KV cache",
 }
 """Rows of the figure of positions, and their names there."""

@@ -9,8 +9,8 @@ from compress.pipeline import onnx, openvino
 from compress.pipeline.convert import Exported, ExportOptions, export_checkpoint
 from compress.pipeline.runtime_check import RuntimeCheck
 
-RUNTIME_EXPORTS = {onnx.NAME: onnx.export_onnx, openvino.NAME: openvino.export_openvino}
-"""The exports for programs that have files of their own, by the names of `RUNTIMES`."""
+RUNTIME_EXPORTS = {form.name: form for form in (onnx.EXPORT, openvino.EXPORT)}
+"""The exports for programs that have files of their own, by name."""
 
 
 def export_checked(
@@ -29,7 +29,7 @@ def export_checked(
     """
     path = user_path(out)
     if format in RUNTIME_EXPORTS:
-        return RUNTIME_EXPORTS[format](folder, path, options)
+        return RUNTIME_EXPORTS[format].write(folder, path, options)
     return export_checkpoint(folder, path, format, options), None
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.pipeline.runtime_files import SOURCE
+
 DENSE_NODES = "/lm_head/MatMul,/model/embed_tokens/Gather"
 """The builder's names of the LM head and the embedding, which it would round to 4 bits."""
 
@@ -29,13 +31,14 @@ def precision_of(source: Path) -> str:
     return "int4" if "quantization_config" in config else "fp32"
 
 
-def build(source: Path, out: Path) -> None:
+def build(place: Path, out: Path) -> None:
     """Run the builder.
 
     Args:
-        source: Folder of the model.
+        place: Folder of the model, `SOURCE`.
         out: Folder of the result.
     """
+    source = place / SOURCE
     options = {"-i": source, "-o": out, "-p": precision_of(source), "-e": "cpu", "-c": "cache"}
     sys.argv[1:] = [str(text) for pair in options.items() for text in pair]
     sys.argv += ["--extra_options", f"nodes_to_exclude={DENSE_NODES}", "hf_token=false"]

@@ -1,46 +1,36 @@
-"""export_openvino(folder, out): write a model for OpenVINO, with its integer codes as they are.
+"""Write a model for OpenVINO, with its integer codes as they are.
 
 optimum-intel converts the dequantized model, and each weight of a compressed layer is then replaced by its codes: a
 constant of 4 or 8 bits [out, groups, columns], minus zero points, times scales in float16, which is the form in which
 the CPU plugin keeps codes in memory. Groups of any size, rows, and zero points have it. On processors with fast integer
 products the plugin rounds inputs to 8 bits unless DYNAMIC_QUANTIZATION_GROUP_SIZE is 0, with which the comparison runs.
-
-optimum-intel and the runtime run in processes of their own (`openvino_process.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.formats import OPENVINO
 from compress.checkpoint.formats.gptq import GPTQ
-from compress.checkpoint.load import load
-from compress.errors import SaveError, TargetError, UserError
+from compress.errors import TargetError
 from compress.layers.linear import CompressedLinear
 from compress.layers.scheme import LayerScheme
-from compress.models.child_process import reason_of, run_function
 from compress.numerics.quant.codes import groups_in
-from compress.pipeline.convert import Conversion, Exported, ExportOptions, coded_layers, convert, table_rows
-from compress.pipeline.export import new_folder, save
+from compress.pipeline.convert import Conversion, Exported, ExportOptions, coded_layers, convert
+from compress.pipeline.export import save
 from compress.pipeline.openvino_process import answer, build
-from compress.pipeline.runtime_check import NAMELESS, RuntimeCheck, RuntimeComparison, check_possible, version_of
-from compress.report.card import write_export_card
+from compress.pipeline.runtime_export import Prepared, RuntimeExport
+from compress.pipeline.runtime_files import CODES, SOURCE
 
-NAME = "openvino"
-PACKAGES = ("openvino", "optimum.intel")
-"""Modules of the extra `openvino`."""
 BITS = (4, 8)
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2}
 """Of log-probabilities, relative to the largest, by the dtype of dense tensors in the files: sums in another order."""
-DTYPES = ("float32", "float16")
-UNKNOWN = "unsupported architecture"
-"""The words with which optimum-intel refuses an architecture."""
 USE = """With the package optimum-intel:
 
 ```python
@@ -59,7 +49,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=8)[0]))
 class OpenVINOLayers(GPTQ):
     """The layers whose codes OpenVINO keeps."""
 
-    name = "openvino"
+    name = OPENVINO
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         codes, rounding = scheme.codes, scheme.rounding
@@ -75,42 +65,25 @@ class OpenVINOLayers(GPTQ):
         return None
 
 
-def export_openvino(folder: str | Path, out: Path, options: ExportOptions) -> tuple[list[Exported], RuntimeCheck]:
-    """Write a dense model, or integer codes as they are, for OpenVINO, and run the result once on the CPU.
+def prepare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, place: Path, options: ExportOptions
+) -> Prepared:
+    """Write the dequantized model in float32, and the codes of its layers to a file.
 
     Args:
-        folder: A checkpoint of compress or another program, or the folder of a dense model.
-        out: The new folder.
-        options: dtype is float32, float16, or auto: float16 for models of 16 bits. type is auto: a dense model is not
-            rounded.
-
-    Returns:
-        A line for each kind of layer, and the comparison.
+        model: The model, whose layers are converted in place.
+        tokenizer: Of the model.
+        place: A temporary folder, for the folder `SOURCE` and the file `CODES`.
+        options: Of the export; dtype auto is float16 for models of 16 bits.
 
     Raises:
-        UserError: If a package is missing, for another dtype, and for an architecture that optimum-intel does not know.
         TargetError: For layers whose codes OpenVINO does not keep.
-        SaveError: If the conversion fails for another reason.
-        VerificationError: If the result computes other values.
     """
-    dtype = options.dtype
-    if dtype not in ("auto", *DTYPES):
-        raise UserError(f"export: format openvino stores float32 or float16, not {dtype}; use one of them, or auto")
-    check_possible(NAME, PACKAGES, options)
-    model, tokenizer = load(folder, "auto", "cpu", options.trust_remote_code)
     storage = next(model.parameters()).dtype
-    stored = dtype if dtype != "auto" else "float32" if storage == torch.float32 else "float16"
-    with new_folder(out) as part, TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as place:
-        source, codes = Path(place) / "model", Path(place) / "codes.safetensors"
-        rows = _convert(model, codes, storage, stored, options.requantize)
-        save(model, source, "dense", tokenizer, "float32")
-        architecture = (model.config.architectures or [NAMELESS])[0]
-        del model
-        _build(source, codes, part, architecture)
-        check = RuntimeComparison(NAME, answer, TOLERANCES[stored]).compare(source, part, tokenizer, Path(place))
-        origin = f"Converted from `{Path(folder).name}` by optimum-intel, without calibration. {check.text}. "
-        write_export_card(part, str(folder), NAME, table_rows(rows), (), origin, USE)
-    return rows, check
+    stored = options.dtype if options.dtype != "auto" else "float32" if storage == torch.float32 else "float16"
+    rows = _convert(model, place / CODES, storage, stored, options.requantize)
+    save(model, place / SOURCE, "dense", tokenizer, "float32")
+    return Prepared(rows, TOLERANCES[stored])
 
 
 def _convert(
@@ -162,12 +135,17 @@ def constants_of(name: str, layer: CompressedLinear) -> dict[str, Tensor]:
     return {**unsigned, "scale": scale, "bits": bits}
 
 
-def _build(source: Path, codes: Path, out: Path, architecture: str) -> None:
-    """Convert the model. Raises UserError for an unknown architecture, SaveError if it fails."""
-    result, program = run_function(build, source, codes, out), f"optimum-intel {version_of('optimum-intel')}"
-    if result.returncode == 0:
-        return
-    reason = reason_of(result)
-    if UNKNOWN in reason:
-        raise UserError(f"export: {program} does not know {architecture}; use another format, such as gguf")
-    raise SaveError(f"export: {program} failed: {reason}")
+EXPORT = RuntimeExport(
+    name=OPENVINO,
+    modules=("openvino", "optimum.intel"),
+    dtypes=tuple(TOLERANCES),
+    prepare=prepare,
+    build=build,
+    answer=answer,
+    program="openvino",
+    package="optimum-intel",
+    converter="optimum-intel",
+    unknown="unsupported architecture",
+    use=USE,
+)
+"""For OpenVINO on a CPU, by optimum-intel."""

@@ -12,18 +12,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compress.pipeline.runtime_files import CODES, SOURCE
+
 FILE = "openvino_model.xml"
 OPERATIONS = "openvino.opset13"
 LOW = 15
 """The bits of the low half of a byte."""
 
 
-def build(source: Path, codes: Path, out: Path) -> None:
+def build(place: Path, out: Path) -> None:
     """Convert a dense model, and put codes in the place of weights.
 
     Args:
-        source: Folder of the dequantized model.
-        codes: File of codes, scales and zero points by layer; its metadata state the dtype of dense tensors.
+        place: Folder of the dequantized model, `SOURCE`, and of `CODES`.
         out: Folder of the result.
 
     Raises:
@@ -32,10 +33,10 @@ def build(source: Path, codes: Path, out: Path) -> None:
     ov: Any = import_module("openvino")  # optional dependencies, all of them
     exporter: Any = import_module("optimum.exporters.openvino")
     intel: Any = import_module("optimum.intel")
-    with safe_open(codes, "pt") as file:
+    with safe_open(place / CODES, "pt") as file:
         is_half = file.metadata()["dtype"] == "float16"
     exporter.main_export(
-        model_name_or_path=str(source),
+        model_name_or_path=str(place / SOURCE),
         output=out,
         task="text-generation-with-past",
         local_files_only=True,
@@ -43,7 +44,7 @@ def build(source: Path, codes: Path, out: Path) -> None:
     )
     model = ov.Core().read_model(out / FILE)
     layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(codes).items():
+    for name, tensor in load_file(place / CODES).items():
         layer, _, kind = name.rpartition(".")
         layers.setdefault(layer, {})[kind] = tensor
     packed = _put(model, layers)

@@ -13,10 +13,12 @@ from typing import Any
 import pydantic
 
 from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.sources.files import fingerprint_of
+from compress.checkpoint.sources.weight_files import weight_files
 from compress.errors import RecipeError, UserError
 from compress.passes.contract.passes import Pass
 from compress.passes.contract.wording import Place, place_text
-from compress.recipe.paths import files_of_passes, stored
+from compress.recipe.paths import paths_of_passes, stored
 from compress.recipe.plugins import load_file, module_text, spelled
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import yaml_of
@@ -48,8 +50,15 @@ def inputs_of(recipe: Recipe, model: str, calibration: str) -> dict[str, Any]:
     """
     options = recipe.model_dump(mode="json", exclude={"eval": True, "model": True, "plugins": True, "save": {"verify"}})
     options["save"]["format"] = recipe.save.formats[0]
-    files = {name: file_sha256(Path(name)) for name in files_of_passes(recipe.model_dump(mode="json"))}
+    files = {name: _digest_of_path(Path(name)) for name in paths_of_passes(recipe.model_dump(mode="json"))}
     return {"recipe": options, "model": model, "calibration": calibration, "version": __version__, "files": files}
+
+
+def _digest_of_path(path: Path) -> str:
+    """Return the sha256 of a file, and for the folder of a model, such as a teacher, the digest of a base model."""
+    if path.is_file():
+        return file_sha256(path)
+    return fingerprint_of(path, weight_files(path)) if (path / "config.json").exists() else UNKNOWN
 
 
 def identity(inputs: Mapping[str, Any], code: Mapping[str, str]) -> str:

@@ -11,18 +11,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from compress.checkpoint.load import load
 from compress.data.installed_texts import embedded_text
 from compress.errors import UserError, VerificationError
 from compress.models.child_process import reason_of, run_function
 from compress.pipeline.convert import ExportOptions
+from compress.pipeline.runtime_files import SOURCE
 
-NAMELESS = "this architecture"
-"""The name in messages of an architecture that a configuration does not state."""
 TOKENS = 64
-"""Token ids of the comparison."""
+"""Token ids of the comparison; one less than its positions for a model with fewer."""
 CHARACTERS = 1000
 """Of the text that they are taken from."""
 
@@ -69,20 +68,19 @@ class RuntimeComparison:
     answer: Callable[[Path, Path, Path], None]
     tolerance: float
 
-    def compare(self, source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None, place: Path) -> RuntimeCheck:
+    def compare(self, place: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None) -> RuntimeCheck:
         """Compare the log-probabilities of both models.
 
         Args:
-            source: Folder of the checkpoint.
+            place: Folder for temporary files, with the folder `SOURCE` of the checkpoint.
             out: Folder of the exported model.
             tokenizer: Of the model; None: token ids are drawn.
-            place: Folder for temporary files.
 
         Raises:
             VerificationError: If the program cannot run the model, or computes other values.
         """
-        model, _ = load(source, "float32")
-        ids = _ids(tokenizer, int(model.config.get_text_config().vocab_size))
+        model, _ = load(place / SOURCE, "float32")
+        ids = _ids(tokenizer, model.config.get_text_config())
         with torch.no_grad():
             ours = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
         del model
@@ -129,12 +127,17 @@ def version_of(package: str) -> str:
         return "(unknown version)"
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> Tensor:
-    """Return token ids of a text; of a model without a tokenizer, ids from the whole vocabulary."""
+def _ids(tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig) -> Tensor:
+    """Return token ids of a text; of a model without a tokenizer, ids from the whole vocabulary.
+
+    The programs have a place for one more token in the context of the model.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    length = TOKENS if positions is None else min(TOKENS, positions - 1)
     if tokenizer is None:
-        return torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0))
+        return torch.randint(0, int(config.vocab_size), (length,), generator=torch.Generator().manual_seed(0))
     text = embedded_text("test")[0][:CHARACTERS]
-    return torch.tensor(tokenizer(text)["input_ids"][:TOKENS])
+    return torch.tensor(tokenizer(text)["input_ids"][:length])
 
 
 def _nll(log_probabilities: Tensor, ids: Tensor) -> float:

@@ -172,12 +172,12 @@ def stored(data: Any, folder: Path, public: bool = False) -> Any:
     return with_paths(data, spelled)
 
 
-def files_of_passes(data: Any) -> list[str]:
-    """Return the paths among the options of the passes that are files, as written in the plain values of a recipe."""
+def paths_of_passes(data: Any) -> list[str]:
+    """Return the paths of files and folders among the options of the passes, as in the plain values of a recipe."""
     names: list[str] = []
 
     def note(value: str, place: Place) -> str:
-        if place[0] == "passes" and Path(value).is_file():
+        if place[0] == "passes" and Path(value).exists():
             names.append(value)
         return value
 

@@ -22,6 +22,7 @@ OF_ROUTERS = 1e-1  # the same before a router, which may then choose another exp
 OF_FP8_INPUTS = 1e-1  # the same with steps of fp8 after activations of 16 bits, in either format
 OF_SERVERS = 5e-3  # log-probabilities of a server that computes in float16 with the same weights
 OF_EXACT_SERVERS = 1e-4  # of a program that computes in float32, without rounded inputs
+OF_HALF_SCALES = 1e-3  # the same, where it stores scales in float16 and the checkpoint has them in float32
 # llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
@@ -277,8 +278,11 @@ def _onnx() -> Iterator[Case]:
         ("gptq", "int8 32 sym v1", INT8 | {"group_size": 32}),
         ("compressed-tensors", "int4 32 sym, some int8", INT4 | {"overrides": overrides}),
     ]
+    kinds.append(("gptq", "int4 32 sym v1, some int8", INT4 | {"overrides": overrides}))
     for form, label, options in kinds:
         yield Case(form, label, ONNX, ({"rtn": options},), OF_INPUTS)
+    dense = {"rtn": INT4 | {"overrides": {"*.o_proj": {"weights": "none"}}}}
+    yield Case("awq", "int4 32 sym, some dense", ONNX, (dense,), refused="is dense, but the model builder")
     for family in ("llama", "qwen2", "qwen3"):
         yield Case("awq", f"int4 32 asym, {family}", ONNX, ({"rtn": INT4_ZEROS},), OF_INPUTS, family=family)
     yield Case("dense", "2:4", ONNX, ({"magnitude": {"pattern": "2:4"}},), OF_SERVERS)
@@ -302,7 +306,8 @@ def _openvino() -> Iterator[Case]:
         ("compressed-tensors", "int4 32 sym, some int8, some dense", INT4 | {"overrides": overrides}),
     ]
     for form, label, options in kinds:
-        yield Case(form, label, OPENVINO, ({"rtn": options},), OF_EXACT_SERVERS)
+        tolerance = OF_HALF_SCALES if form == "compressed-tensors" else OF_EXACT_SERVERS
+        yield Case(form, label, OPENVINO, ({"rtn": options},), tolerance)
     for family in ("llama", "qwen2", "qwen3"):
         passes = ({"rtn": INT4_ZEROS},)
         yield Case("awq", f"int4 32 asym, {family}", OPENVINO, passes, OF_EXACT_SERVERS, family=family)

@@ -48,16 +48,14 @@ class Owner:
         """
         folder = cache / self.name
         python, ready = folder / "bin" / "python", folder / ".ready"
+        inside = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
         if ready.exists() and ready.read_text() == " ".join(self.packages):
+            self._share_packages(inside)
             return python
         venv.create(folder, with_pip=False, clear=True)
-        inside = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        self._share_packages(inside)
         pip = [sys.executable, "-m", "pip", "--python", str(python)]
-        options = ["--no-deps", "--no-build-isolation"]
-        if self.isolated:
-            options = []
-        else:
-            (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        options = [] if self.isolated else ["--no-deps", "--no-build-isolation"]
         code = {**os.environ, **dict(self.variables)}
         for package in self.packages:
             command = [*pip, "install", "--quiet", *options, package]
@@ -66,6 +64,11 @@ class Owner:
             subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.removed], check=True, timeout=60 * MINUTES)
         ready.write_text(" ".join(self.packages))
         return python
+
+    def _share_packages(self, inside: Path) -> None:
+        """Show the packages of this environment to the owner's; another checkout may have made the cache."""
+        if not self.isolated:
+            (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
     def run(self, script: str, jobs: list[dict[str, str]], cache: Path, work: Path) -> None:
         """Run a script of this folder on some jobs, without a network. Raises RuntimeError with its last lines."""

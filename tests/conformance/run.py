@@ -19,10 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+import yaml
 from cases import Case, cases, tiny_model
 from gguf_families import gguf_model
 from owners import HERE, OWNERS, answered
 from safetensors.torch import load_file, save_file
+from table import READERS, TABLE, Row, line_of, merged, programs_of, rows_of, with_programs
 
 import compress
 from compress.checkpoint.formats import FORMATS
@@ -190,12 +192,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, action="append", help="a folder with a dense model; repeatable")
     parser.add_argument("--owner", action="append", choices=list(OWNERS), help="only this reader or writer; repeatable")
     parser.add_argument("--only", action="append", help="only checkpoints with this word in their label; repeatable")
+    parser.add_argument("--write", action="store_true", help="put the rows into TABLE.md, and readers.yaml after it")
     parser.add_argument("--all", action="store_true", help="make every checkpoint of every model, not of pico alone")
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
     owners, bad = set(asked.owner or OWNERS), 0
     heads = "model", "format", "checkpoint", "written by", "read by", "weights", "logits", "result"
-    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
+    print(f"{line_of(heads)}\n|{' --- |' * len(heads)}", flush=True)
+    printed: list[Row] = []
     for source in asked.model or [PICO]:
         place = Place(
             source.resolve(), "pico" if source == PICO else source.name, asked.cache.resolve(), asked.work.resolve()
@@ -211,8 +215,19 @@ def main() -> int:
         ]
         for row in rows(place, chosen):
             bad += row[-1] != "agrees" and not row[-1].startswith("refused: ")
-            print(f"| {' | '.join(row)} |", flush=True)
+            printed.append(row)
+            print(line_of(row), flush=True)
+    if asked.write:
+        update(printed)
     return int(bad > 0)
+
+
+def update(printed: Sequence[Row]) -> None:
+    """Put rows into TABLE.md, and the programs that follow from it into readers.yaml."""
+    TABLE.write_text(merged(TABLE.read_text(encoding="utf-8"), printed), encoding="utf-8")
+    programs = programs_of(rows_of(TABLE.read_text(encoding="utf-8")))
+    text = READERS.read_text(encoding="utf-8")
+    READERS.write_text(with_programs(text, programs, yaml.safe_load(text)["run"]), encoding="utf-8")
 
 
 if __name__ == "__main__":

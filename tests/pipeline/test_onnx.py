@@ -5,6 +5,7 @@ the programs themselves.
 """
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -106,6 +107,7 @@ def given(out):
     return stated["precision"], stated["quantization"]
 
 
+INT4_AND_DENSE = RTN(group_size=32, overrides={"*.o_proj": {"weights": "none"}})
 INT8_DOWN = RTN(group_size=32, overrides={"*.down_proj": {"weights": "int8"}})
 
 
@@ -114,7 +116,7 @@ INT8_DOWN = RTN(group_size=32, overrides={"*.down_proj": {"weights": "int8"}})
     ("step", "form", "method", "size"),
     [
         (RTN(group_size="channel", symmetric=False), "compressed-tensors", "awq", 32),
-        (RTN(weights="int8", group_size=64), "native", "gptq", 32),
+        (RTN(weights="int8", group_size=64), "native", "gptq", 64),
         (INT8_DOWN, "native", "gptq", 32),
         (RTN(group_size=32, symmetric=False), "gptq", "awq", 32),  # zero points that the builder would misread
     ],
@@ -174,6 +176,41 @@ def test_other_codes_are_rounded_again_on_request(checkpoint, stand_in, tmp_path
     assert all(row.error > 0 and row.after.startswith("int4") for row in rows)
 
 
+@pytest.mark.parametrize("step", [INT4_AND_DENSE, INT4_AND_DENSE.model_copy(update={"symmetric": False})])
+def test_a_dense_linear_among_codes_is_refused_before_the_builder_stops_at_it(checkpoint, stand_in, tmp_path, step):
+    stand_in()
+    with pytest.raises(TargetError, match=r"self_attn.o_proj is dense.*quantize it too.*or use format openvino"):
+        compress.export(checkpoint(step), tmp_path / "out", "onnx")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bits_and_groups_that_differ_are_named_by_patterns_of_tensors(checkpoint, stand_in, tmp_path):
+    stand_in()
+    changes = {"*.down_proj": {"weights": "int8"}, "*.v_proj": {"weights": "int8", "group_size": 64}}
+    rows = compress.export(checkpoint(RTN(group_size=32, overrides=changes)), tmp_path / "out", "onnx")
+    assert max(row.error for row in rows) < 1e-3
+    _, quantization = given(tmp_path / "out")
+
+    def stated(tensor):  # as the builder reads the settings of a tensor
+        patterns = {pattern.removeprefix("+:"): changed for pattern, changed in quantization["dynamic"].items()}
+        changed = next((changed for pattern, changed in patterns.items() if re.match(pattern, tensor)), {})
+        return {**quantization, **changed}["bits"], {**quantization, **changed}["group_size"]
+
+    assert stated("model.layers.1.mlp.down_proj.qweight") == (8, 32)
+    assert stated("model.layers.1.self_attn.v_proj.scales") == (8, 64)
+    assert stated("model.layers.1.self_attn.k_proj.qweight") == (4, 32)
+
+
+def test_a_model_with_few_positions_is_compared_on_fewer_tokens(pico, stand_in, tmp_path):
+    stand_in()
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    model.config.max_position_embeddings = 16
+    model.save_pretrained(tmp_path / "short")
+    AutoTokenizer.from_pretrained(pico).save_pretrained(tmp_path / "short")
+    arguments = ["export", str(tmp_path / "short"), "--format", "onnx", "-o", str(tmp_path / "out"), "--json"]
+    assert json.loads(CliRunner().invoke(main, arguments).output)["check"]["tokens"] == 15
+
+
 def test_a_missing_package_names_the_extra(pico, stand_in, tmp_path, monkeypatch):
     stand_in()
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
@@ -196,7 +233,8 @@ def test_a_model_that_computes_other_values_is_refused(pico, stand_in, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"dtype": "float16"}, "computes in float32"), ({"type": "Q8_0"}, "is for format gguf")]
+    ("options", "words"),
+    [({"dtype": "float16"}, "stores float32, not float16"), ({"type": "Q8_0"}, "is for format gguf")],
 )
 def test_options_of_other_formats_are_refused(pico, stand_in, tmp_path, options, words):
     stand_in()

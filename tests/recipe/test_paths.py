@@ -1,8 +1,11 @@
 """Paths in a recipe file are relative to its folder, on the command line and in Python to the current folder."""
 
 import os
+import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -11,6 +14,9 @@ from click.testing import CliRunner
 import compress
 from compress import RTN, Calibration, Evaluate, Recipe, cli
 from compress.errors import OutputError, RecipeError
+from compress.passes import PASSES
+from compress.passes.contract.options import ModelSource
+from compress.pipeline.provenance import changed_inputs, inputs_of
 from compress.pipeline.sources import original_of
 from compress.recipe.paths import stored, without_folders
 
@@ -119,6 +125,31 @@ def test_the_paths_among_the_options_of_a_plugin_are_relative_to_the_recipe(proj
     (project / "texts" / "table.txt").write_text("0.25")
     with pytest.raises(OutputError, match="contains another run .a file that a pass reads is another one"):
         compress.run(path, project / "out", progress=False)
+
+
+def test_every_option_of_a_pass_that_names_a_file_is_a_path():
+    """Paths are relative to the recipe, and a resumed run notices that their files changed."""
+    for kind in PASSES.values():
+        for name, field in kind.model_fields.items():
+            names_file = re.search(r"\b(file|folder)\b", field.description or "") is not None
+            kinds = {field.annotation, *get_args(field.annotation)}
+            assert kinds & {Path, ModelSource} or not names_file, f"{kind.__name__}.{name}: {field.description}"
+
+
+def test_a_changed_importance_matrix_or_teacher_is_another_input(project):
+    (project / "weights.dat").write_bytes(b"1")
+    shutil.copytree(project / "models" / "pico", project / "models" / "teacher")
+    steps = "passes: [rtn: {imatrix: ../weights.dat, weights: int4}, distill: {teacher: ../models/teacher}]\n"
+    path = written(project, f"model: ../models/pico\n{steps}")
+    states = [inputs_of(Recipe.from_yaml(path), "model", "text")]
+    assert set(states[0]["files"]) == {str(project / "weights.dat"), str(project / "models" / "teacher")}
+    (project / "weights.dat").write_bytes(b"2")
+    states.append(inputs_of(Recipe.from_yaml(path), "model", "text"))
+    config = project / "models" / "teacher" / "config.json"
+    config.write_text(config.read_text() + " ")
+    states.append(inputs_of(Recipe.from_yaml(path), "model", "text"))
+    for before, after in pairwise(states):
+        assert changed_inputs(before, after) == "a file that a pass reads is another one"
 
 
 def test_names_are_no_paths(project):

@@ -30,7 +30,7 @@ OWN_METHOD = "compress"
 """The `quant_method` of format native."""
 STACKED = {"mxfp4": {"_blocks": "blocks", "_scales": "scales", "_bias": "bias"}}
 """By `quant_method`, the tensors that hold those of all experts: `Format.stacked`."""
-RUNTIMES = ("onnx", "openvino")
+ONNX, OPENVINO = RUNTIMES = ("onnx", "openvino")
 """What `compress export` writes for other programs, and nothing reads."""
 READ_ONLY_CLASSES = {"fp8": "FP8", "mxfp4": "MXFP4"}
 """The class of every format of `read_only/` by the name of its file."""

@@ -7,7 +7,8 @@
     <m>.g_idx     int32   [I]           the group of each column: i // group_size, or any other with act_order: group
     config.json: quantization_config = {
         quant_method: gptq, bits, group_size (-1: a whole row), desc_act, sym, checkpoint_format, pack_dtype: int32,
-        lm_head: false, dynamic: {"+:^name$": {other bits or group_size}, "-:^name$": {} for dense linears}}
+        lm_head: false,
+        dynamic: {"+:^name(\\.|$)": {other bits or group_size}, "-:^name$": {} for dense linears}}
 
 W^T[i, o] ~ scales[g_idx[i], o] * (q[i, o] - zero[g_idx[i], o]). There are two versions. checkpoint_format gptq stores
 zero - 1, in each field modulo 2^b; gptq_v2 stores the zero point itself. Kernels of the first version add 1 without a
@@ -196,7 +197,8 @@ class GPTQ(Format):
         base = dict(Counter(tuple(sorted(fact.items())) for fact in facts.values()).most_common(1)[0][0])
         changes_by_name = {name: {k: v for k, v in fact.items() if v != base[k]} for name, fact in facts.items()}
         inside = [name for name in ignore if in_block(name) is not None]
-        dynamic = {f"+:^{re.escape(name)}$": changes for name, changes in changes_by_name.items() if changes}
+        # the builder of ONNX Runtime GenAI matches names of tensors, other programs those of modules
+        dynamic = {rf"+:^{re.escape(name)}(\.|$)": changes for name, changes in changes_by_name.items() if changes}
         dynamic |= skipped(inside)
         symmetric = all(codes_of(scheme).symmetric for scheme in schemes.values())
         layout = "gptq" if symmetric else "gptq_v2"

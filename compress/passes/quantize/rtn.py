@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxtyping import Float
@@ -45,7 +46,7 @@ class RTN(CountedWork, QuantizingPass):
         "channel, one scale for all weights of that many rows",
     )
 
-    imatrix: str | None = Field(
+    imatrix: Path | None = Field(
         default=None,
         description="file of an importance matrix of llama.cpp (.gguf or .dat): scales have the least error weighted "
         "by the mean squares of the inputs (scale: importance, its default then)",
@@ -53,7 +54,7 @@ class RTN(CountedWork, QuantizingPass):
 
     @property
     def requires(self) -> Requirements:
-        return replace(super().requires, imatrix=self.imatrix)
+        return replace(super().requires, imatrix=None if self.imatrix is None else str(self.imatrix))
 
     @classmethod
     def of_grid(cls, grid: Grid, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class RTN(CountedWork, QuantizingPass):
         return Work(roundings=(self.tries + 1) * shape[0] * shape[1])
 
     def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
-        importance = None if self.imatrix is None else layer.importance(self.imatrix, weight.shape[1])
+        importance = None if self.imatrix is None else layer.importance(str(self.imatrix), weight.shape[1])
         if importance is None:
             return super().nearest(weight, layer)
         # only the ratios count; an input that the text never reaches still counts a little

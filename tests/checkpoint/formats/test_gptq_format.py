@@ -128,8 +128,8 @@ def test_a_layer_with_other_options_than_most_is_listed(make):
     config = FORMAT.config(many | odd, ["lm_head", "model.layers.0.c"], "1")
     assert (config["bits"], config["group_size"], config["desc_act"]) == (4, 32, False)
     assert config["dynamic"] == {
-        r"+:^model\.layers\.0\.b$": {"bits": 8, "group_size": -1},
-        r"+:^model\.layers\.1\.b$": {"desc_act": True},
+        r"+:^model\.layers\.0\.b(\.|$)": {"bits": 8, "group_size": -1},
+        r"+:^model\.layers\.1\.b(\.|$)": {"desc_act": True},
         r"-:^model\.layers\.0\.c$": {},
     }
     assert config["modules_in_block_to_quantize"] == [["a", "b"]]

@@ -1,6 +1,6 @@
 """The table of readers states what conformance ran, and plans name the programs that misread a checkpoint."""
 
-import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,50 +10,28 @@ import compress
 from compress import RTN
 from compress.checkpoint.formats.readers import programs_run, table
 
-ROWS = Path(__file__).parents[2] / "conformance" / "TABLE.md"
-PROGRAMS = {
-    "compressed-tensors": "transformers",
-    "gptqmodel": "GPTQModel",
-    "autoawq": "AutoAWQ",
-    "bitsandbytes": "transformers",
-    "llamacpp": "llama.cpp",
-    "mlx": "mlx-lm",
-    "vllm": "vLLM",
-}
-"""The program of each owner's environment."""
-EXPORTED = ("onnx", "openvino")
-"""Owners that run what `compress export` made of a checkpoint, not the checkpoint."""
-GRIDS = {
-    "fp8": "fp8_e4m3",
-    "Q2_K": "uint2_k",
-    "Q3_K_S": "int3_k",
-    "Q3_K_M": "int3_k",
-    "Q3_K_L": "int3_k",
-    "Q4_K_S": "uint4_k",
-    "Q4_K_M": "uint4_k",
-    "Q5_K_S": "uint5_k",
-    "Q5_K_M": "uint5_k",
-    "Q6_K": "int6_k",
-}
-"""The grids of labels that do not begin with one."""
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+
+from table import READERS, TABLE, merged, programs_of, rows_of, with_programs
 
 
 def test_the_table_is_that_of_the_rows_of_conformance():
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in ROWS.read_text().splitlines() if line[:2] == "| "
+    programs = programs_of(rows_of(TABLE.read_text()))
+    assert with_programs(READERS.read_text(), programs, table()["run"]) == READERS.read_text()  # run.py --write
+
+
+def test_new_rows_take_the_places_of_old_ones_or_follow_those_of_their_reader():
+    page = "text\n\n| head | b |\n| --- | --- |\n| p | f | int4 | compress | vllm | | | old |\n| p | f | a | b | mlx | | | x |\n"
+    new = (
+        ("p", "f", "int4", "compress", "vllm", "", "", "agrees"),
+        ("p", "f", "int8", "compress", "vllm", "", "", "agrees"),
+    )
+    assert [row[2:5] + row[-1:] for row in rows_of(merged(page, new))] == [
+        ("int4", "compress", "vllm", "agrees"),
+        ("int8", "compress", "vllm", "agrees"),
+        ("a", "b", "mlx", "x"),
     ]
-    ran = set()
-    for _, form, label, writer, owner, _, _, result in rows[2:]:
-        if writer == "compress" and result == "agrees" and form != "dense" and owner not in EXPORTED:
-            first, inputs = label.split()[0], re.search(r"(\w+) inputs", label)
-            kind = GRIDS.get(first, first) + ("" if inputs is None else f"+{GRIDS.get(inputs[1], inputs[1])}")
-            kind += " static" if "inputs static" in label else ""
-            llm_int8 = (form, kind) == ("bitsandbytes", "int8")  # its reader rounds the inputs of int8
-            ran.add((form, PROGRAMS[owner], "int8+int8" if llm_int8 else kind))
-    stated = table()["run"]
-    assert {
-        (f, name, grid) for f, programs in stated.items() for name, grids in programs.items() for grid in grids
-    } == ran
+    assert programs_of(rows_of(merged(page, new))) == {"f": {"vLLM": ["int4", "int8"]}}
 
 
 @pytest.mark.parametrize(

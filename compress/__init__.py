@@ -69,18 +69,18 @@ import_module("compress.checkpoint.registration").register()
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name in _HOMES:
-        found = getattr(import_module(f"compress.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"compress.{_HOMES[name]}"), name)
     elif name == "__all__":
         classes = (step.__name__ for step in __getattr__("PASSES").values())
-        found = sorted([*_HOMES, "CompressError", "__version__", *classes])
+        value = sorted([*_HOMES, "CompressError", "__version__", *classes])
     else:
         passes = __getattr__("PASSES") if name[:1].isupper() else {}
         key = next((key for key in passes if key.replace("_", "") == name.lower()), None)
         if key is None or passes[key].__name__ != name:
             raise AttributeError(f"module 'compress' has no attribute {name!r}")
-        found = passes[key]
-    globals()[name] = found
-    return found
+        value = passes[key]
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -129,10 +129,10 @@ def reported_as(part: str, *general: str) -> Iterator[None]:
     try:
         yield
     except (ModelError, CalibrationError) as error:
-        beginning, colon, rest = str(error).partition(": ")
+        beginning, colon, message = str(error).partition(": ")
         if not colon or beginning not in general:
             raise
-        raise type(error)(f"{part}: {rest}") from error
+        raise type(error)(f"{part}: {message}") from error
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

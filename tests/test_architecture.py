@@ -81,7 +81,7 @@ LATE_IMPORTS = {
     "compress.cli.sweep": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
-    "compress.checkpoint.inspection": "headers need no torch; layers of format native, cache policies and values do",
+    "compress.checkpoint.inspection": "headers need no torch; layers of format native, cache policies and zeros do",
 }
 """Modules that may import the package's own modules inside functions, and why."""
 

@@ -26,9 +26,10 @@ from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narr
 from compress.checkpoint.layers import DequantizedWeight, StoredLayers, StoredTensor, check_finite
 from compress.checkpoint.recognize import recognize
 from compress.checkpoint.sources.files import fingerprint_of
-from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.gguf import as_safetensors
+from compress.checkpoint.sources.gguf_codes import folder_of_codes
 from compress.checkpoint.sources.gguf_parts import gguf_of
-from compress.checkpoint.sources.hub import fetch_code, folder_of
+from compress.checkpoint.sources.hub import fetch_code, safetensors_folder
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.matching import lacking, match, undeclared
 from compress.checkpoint.sources.skeleton import empty_model, read_config
@@ -127,14 +128,16 @@ class Checkpoint:
         Raises:
             ModelError: if the source does not exist, or cannot be fetched or converted.
         """
-        if isinstance(source, Path) and gguf_of(source) is None:
+        if (file := gguf_of(source)) is not None:
+            folder = folder_of_codes(file) if codes else as_safetensors(file)
+        elif isinstance(source, Path):
             folder = source
             if not folder.is_dir():
                 raise ModelError(f"model: no folder {folder}")
         else:
-            folder = checkpoint_of(str(source)) if codes else folder_of(str(source))
+            folder = safetensors_folder(source)
             if trust_remote_code:
-                fetch_code(str(source))
+                fetch_code(source)
         return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference)
 
     @classmethod
@@ -242,7 +245,7 @@ class Checkpoint:
         if not self.format.embeddings:
             return places
         names = {name: name for name in places}
-        for end in find_ends(model):
+        for end in self.ends:
             weight = places.get(f"{end.embedding}.weight")
             if end.role == "tied" and weight is not None and not weight.header.floating:
                 start = f"{end.embedding}."
@@ -250,26 +253,45 @@ class Checkpoint:
         return {names[name]: place for name, place in places.items()}
 
     @cached_property
+    def ends(self) -> list[End]:
+        """The embedding and the LM head of the model."""
+        return find_ends(self.skeleton())
+
+    @cached_property
     def schemes(self) -> dict[str, LayerScheme]:
         """Return the scheme of every compressed layer, by name."""
         if self.format is None:
             return {}
         model = self.skeleton()
-        linear_shapes = {name: shape_of(module) for name, module in linears(model).items()}
-        ends = {end.name: end for end in find_ends(model)}
-        shapes = linear_shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
+        shapes = {name: shape_of(module) for name, module in linears(model).items()}
+        ends = {end.name: end for end in self.ends}
+        end_shapes = {name: layer_of(model.get_submodule(name)).shape for name in ends}
+        offered = shapes | end_shapes if self.format.embeddings else shapes
+        schemes = self._read_schemes(self.format, offered, self.named, shapes | end_shapes)
+        return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
+
+    def _read_schemes(
+        self,
+        stated_format: Format,
+        shapes: Mapping[str, tuple[int, int]],
+        places: Mapping[str, StoredTensor],
+        model_shapes: Mapping[str, tuple[int, int]],
+    ) -> dict[str, LayerScheme]:
+        """Read the schemes of layers from config.json, and check them.
+
+        Args:
+            shapes: (out, in) of the modules that a config without a list of layers may mean.
+            places: stored tensors.
+            model_shapes: (out, in) of all modules that may be compressed.
+        """
+        stored_shapes = {name: place.header.shape for name, place in places.items()}
         try:
-            schemes = call_foreign(
-                self.format.schemes,
-                self.stated.quantization,
-                shapes if self.format.embeddings else linear_shapes,
-                {name: place.header.shape for name, place in self.named.items()},
-            )
+            schemes = call_foreign(stated_format.schemes, self.stated.quantization, shapes, stored_shapes)
             for name, scheme in schemes.items():
-                if name not in shapes:
+                if name not in model_shapes:
                     raise ValueError(f"{name} is no linear of the model")
-                if scheme.shape != shapes[name]:
-                    model_shape, stored_shape = list(shapes[name]), list(scheme.shape)
+                if scheme.shape != model_shapes[name]:
+                    model_shape, stored_shape = list(model_shapes[name]), list(scheme.shape)
                     raise ModelError(
                         f"model: {name} is {stored_shape} in the checkpoint, but {model_shape} by its config.json"
                     )
@@ -279,13 +301,14 @@ class Checkpoint:
                     raise ValueError(f"{name}: {error}") from error
         except (ValueError, CannotRun) as error:
             raise _unreadable(self.source, error) from error
-        return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
+        return schemes
 
     @cached_property
     def packed(self) -> set[str]:
         """Names of the modules whose weight is stored in another form: the layers, and both modules of tied ends."""
-        ends = find_ends(self.skeleton()) if self.schemes else []
-        return {*self.schemes, *(name for end in ends if end.name in self.schemes for name in end.names)}
+        schemes = self.schemes
+        ends = self.ends if schemes else []
+        return {*schemes, *(name for end in ends if end.name in schemes for name in end.names)}
 
     @cached_property
     def caches(self) -> dict[str, CachePolicy]:
@@ -299,15 +322,18 @@ class Checkpoint:
         Raises ModelError for stored tensors that are not read.
         """
         places = match(self.skeleton(), self.named, self.packed)
-        if places is not None:
-            found = {(place.path, place.key, place.member) for place in places.values()}
-            read = set(tensor_names(self.caches))
+        if places is None:
+            return None
+        matched = {(place.path, place.key, place.member) for place in places.values()}
+        names_read = set(tensor_names(self.caches))
+        stated_format = self.format
+        if stated_format is not None:
             for name, scheme in self.schemes.items():
-                assert self.format is not None
-                read |= {f"{name}.{inside}" for inside in self.format.readable(scheme)}
-            unread = [n for n, p in self.named.items() if n not in read and (p.path, p.key, p.member) not in found]
-            self._divide(unread)
-            self.notes += [] if self.format is None else self.format.left_out(self.named)
+                names_read |= {f"{name}.{inside}" for inside in stated_format.readable(scheme)}
+        self._divide(
+            n for n, p in self.named.items() if n not in names_read and (p.path, p.key, p.member) not in matched
+        )
+        self.notes += [] if stated_format is None else stated_format.left_out(self.named)
         return places
 
     def _divide(self, unread: Iterable[str]) -> None:
@@ -319,26 +345,27 @@ class Checkpoint:
 
     def _dequantized(self, places: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Replace the tensors of quantized layers by their dense weights, which a checkpoint in any format can hold."""
-        assert self.format is not None
+        stated_format = self.format
+        assert stated_format is not None
         headers: dict[str, dict[str, Header]] = {}
         for name, place in places.items():
             owner, _, leaf = name.rpartition(".")
             headers.setdefault(owner, {})[leaf] = place.header
-        found = {owner: recognize(tensors, self.stated.quantization) for owner, tensors in headers.items()}
+        recognized = {owner: recognize(tensors, self.stated.quantization) for owner, tensors in headers.items()}
         shapes = {
-            owner: layer.shape for owner, layer in found.items() if layer.shape is not None and len(layer.shape) == 2
+            owner: (layer.shape[0], layer.shape[1])
+            for owner, layer in recognized.items()
+            if layer.shape is not None and len(layer.shape) == 2
         }
-        stored = {name: place.header.shape for name, place in places.items()}
-        try:
-            schemes = call_foreign(self.format.schemes, self.stated.quantization, shapes, stored)
-        except (ValueError, CannotRun) as error:
-            raise _unreadable(self.source, error) from error
-        layers = StoredLayers(StoredTensors(self.stored, self.dtype, CPU), (), self.format, schemes)
+        if not shapes:
+            return dict(places)
+        schemes = self._read_schemes(stated_format, shapes, places, shapes)
+        layers = StoredLayers(StoredTensors(self.stored, self.dtype, CPU), (), stated_format, schemes)
         spelled = {dtype: name for name, dtype in SAFETENSORS.items()}[self.dtypes[1] or self.dtype]
         copied: dict[str, StoredTensor] = {}
         for name, place in places.items():
             owner, _, leaf = name.rpartition(".")
-            if owner not in schemes or leaf not in self.format.readable(schemes[owner]):
+            if owner not in schemes or leaf not in stated_format.readable(schemes[owner]):
                 copied[name] = place
         weights = {n: DequantizedWeight(layers, n, Header(spelled, scheme.shape)) for n, scheme in schemes.items()}
         return copied | {f"{name}.weight": weight for name, weight in weights.items()}
@@ -387,7 +414,7 @@ class Checkpoint:
         """
         model, prefixes = self.skeleton(), tuple(f"{block.name}." for block in blocks)
         schemes = {name: scheme for name, scheme in self.schemes.items() if not name.startswith(prefixes)}
-        end_names = {end.name for end in find_ends(model)} if schemes else set()
+        end_names = {end.name for end in self.ends} if schemes else set()
         if misplaced := [name for name in schemes if name not in end_names]:
             raise ModelError(
                 f"model: {self.source} has a quantized {misplaced[0]}, outside of its blocks, where passes do not "

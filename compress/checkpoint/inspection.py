@@ -58,11 +58,15 @@ def _inspect_files(
     inspected = [_recognized(n, tensors, _settings(stated, n)) for n, tensors in modules.items()]
     files = {path.name: path.stat().st_size for path in sorted({path for path, _ in stored.values()})}
     inspection = Inspection(source, _method(stated), files, inspected)
-    if method != OWN_METHOD and not config.get(CACHE_KEY) and not values:
-        return inspection
-    from compress.checkpoint.contents import with_contents
+    if method == OWN_METHOD or config.get(CACHE_KEY):
+        from compress.checkpoint.contents import with_contents
 
-    return with_contents(inspection, stored, folder, config, values)
+        inspection = with_contents(inspection, folder, config)
+    if values:
+        from compress.checkpoint.zeros import with_zeros
+
+        inspection = with_zeros(inspection, stored, folder, config)
+    return inspection
 
 
 def _settings(stated: Mapping[str, Any], name: str) -> Mapping[str, Any]:

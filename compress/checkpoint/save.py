@@ -228,7 +228,7 @@ def dense_names(linear_names: Iterable[str], shapes: Mapping[str, Sequence[int]]
     owners = Counter(name.rpartition(".")[0] for name in cubes if min(shapes[name]) > 1)
     names += [f"{owner}." for owner, count in owners.items() if count == CUBES]
     dense = [name for name in dict.fromkeys(names) if name not in excluded]
-    stacks = {name: found[1] if (found := STACKED.fullmatch(name)) else None for name in dense}
+    stacks = {name: matched[1] if (matched := STACKED.fullmatch(name)) else None for name in dense}
     occupied = {stack for stack in set(stacks.values()) if stack and any(name.startswith(stack) for name in excluded)}
     whole = {name: stack for name, stack in stacks.items() if stack and stack not in occupied}
     return list(dict.fromkeys(whole.get(name, name) for name in dense))

@@ -36,9 +36,9 @@ def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:
     """
     if tokenizer.chat_template is None:
         raise CalibrationError("calibration: conversations: the tokenizer has no chat template; remove the option")
-    before, found, after = prompt_text(tokenizer, MESSAGE).partition(MESSAGE)
+    before, separator, after = prompt_text(tokenizer, MESSAGE).partition(MESSAGE)
     opening, reply = (tuple(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
-    if not (found and opening and reply) or reply[0] not in tokenizer.added_tokens_decoder:
+    if not (separator and opening and reply) or reply[0] not in tokenizer.added_tokens_decoder:
         raise CalibrationError(
             "calibration: conversations: the chat template does not put tokens before a user's message and end it with "
             "a special token, so the model cannot write one; use a .jsonl file of conversations"

@@ -280,11 +280,11 @@ def file_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file without their ends; only new lines end them. Raises CalibrationError."""
     begun: list[str] = []
     for chunk in file_chunks(path):
-        *ended, rest = chunk.split("\n")
+        *ended, unfinished = chunk.split("\n")
         for line in ended:
             yield "".join([*begun, line])
             begun = []
-        begun.append(rest)
+        begun.append(unfinished)
     yield "".join(begun)
 
 

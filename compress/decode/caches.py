@@ -185,8 +185,8 @@ class DecodingWindow(GrowingLayer, StaticSlidingWindowLayer):
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
             layer.lazy_initialization(self.keys, self.values)
-            seen, kept = min(self.length, self.max_cache_len), min(self.length, self.sliding_window - 1)
-            layer.keys, layer.values = (states[:, :, seen - kept : seen] for states in (self.keys, self.values))
+            seen, cached = min(self.length, self.max_cache_len), min(self.length, self.sliding_window - 1)
+            layer.keys, layer.values = (states[:, :, seen - cached : seen] for states in (self.keys, self.values))
             layer.cumulative_length = self.length
         layer.activate_past_recording()
         return layer
@@ -209,9 +209,9 @@ class DecodingLayer(GrowingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add keys and values. The prompt gets its own back: empty places after them would only take time."""
-        found = super().update(key_states, value_states, *args, **kwargs)
+        states = super().update(key_states, value_states, *args, **kwargs)
         if self.prompted:
-            return found
+            return states
         self.prompted = True
         return key_states, value_states
 
@@ -255,5 +255,5 @@ class DecodingCache(StaticCache):
 
     def activate_past_recording(self) -> None:
         """Let the cache be cropped beyond a sliding window. Steps of such a model are then no longer recorded."""
-        self.layers = [one.recording_past() if isinstance(one, DecodingWindow) else one for one in self.layers]
+        self.layers = [layer.recording_past() if isinstance(layer, DecodingWindow) else layer for layer in self.layers]
         super().activate_past_recording()

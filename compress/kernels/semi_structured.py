@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.kernels.contract import PartLike, RoundingLike
 from compress.native.choice import chosen
+from compress.native.compiling import constant_result
 
 TYPES = (torch.float16, torch.bfloat16)
 LEAST = 16  # divisor of rows and columns: `_DTYPE_SHAPE_CONSTRAINTS` of torch's class for cuSPARSELt
@@ -45,7 +46,7 @@ class SemiStructuredKernel:
         return torch.nn.functional.linear(rows, prepared, bias).view(*x.shape[:-1], part.shape[0])
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def available(device: torch.device) -> bool:
     """Whether torch has sparse products for the device, and kernels are not disabled."""
     return chosen() != "none" and (device.type != "cuda" or _capable(device))

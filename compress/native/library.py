@@ -11,6 +11,7 @@ import torch
 
 from compress.errors import RecipeError
 from compress.native.choice import VARIABLE, chosen
+from compress.native.compiling import constant_result
 
 NATIVE = f"{__package__}._native"
 LANES = 16  # elements of a vector: rows or states that are computed together
@@ -191,7 +192,7 @@ def library() -> ctypes.CDLL | None:
     return native
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def available() -> bool:
     """Whether there is a library to call; a constant for torch.compile, which cannot trace ctypes."""
     return library() is not None

@@ -71,7 +71,7 @@ class Result(Shown):
             return {}
         measured = self.measured
         first = formats_in(measured.reproduce.recipe)[0]
-        return {first: self.folder} | {name: self.folder / found.folder for name, found in measured.formats.items()}
+        return {first: self.folder} | {name: self.folder / result.folder for name, result in measured.formats.items()}
 
     @property
     def measured(self) -> RunResult:

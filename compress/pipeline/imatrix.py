@@ -103,13 +103,13 @@ def imatrix(
         examples, use = model_sample(opened, tokenizer, text, "calibration", sequences, length)
     run = Run(device=device_of(device), journal=journal, calibration=examples)
     with shown_progress(journal) if progress else nullcontext():
-        found = survey_model(opened, _Squares(), names, run, LABEL)
+        sums = survey_model(opened, _Squares(), names, run, LABEL)
     parts: dict[str, list[tuple[int | None, Tensor, int]]] = {}
     for name, (entry, number) in entries.items():
-        parts.setdefault(entry, []).append((number, *found[name]))
+        parts.setdefault(entry, []).append((number, *sums[name]))
     squares = {entry: Squares(*stacked(_alike(members))) for entry, members in parts.items()}
     write_imatrix(path, squares, use.text, len(examples), examples.length)
-    unreached = tuple(name for name in names if found[name][1] == 0)
+    unreached = tuple(name for name in names if sums[name][1] == 0)
     return Imatrix(path, len(squares), len(names), examples.tokens, unreached)
 
 

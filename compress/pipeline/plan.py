@@ -287,12 +287,12 @@ def block_bytes(resolved: ResolvedRecipe, facts: ModelFacts, block: Block) -> tu
     """Return the bytes of a block's tensors in the checkpoint, and of the dense block in the storage dtype."""
     form, storage, format_ = resolved.form, resolved.storage, resolved.format
     inside = {name: f for name, f in facts.items() if name.startswith(f"{block.name}.")}
-    rest = rest_of(block)
+    other_tensors = rest_of(block)
     stored = sum(
         tensor_bytes(t, format_.stored_dtype(t.shape, kept_dtype(form.model, name, storage)))
-        for name, t in rest.items()
+        for name, t in other_tensors.items()
     )
-    dense = sum(tensor_bytes(t, kept_dtype(form.model, name, storage)) for name, t in rest.items())
+    dense = sum(tensor_bytes(t, kept_dtype(form.model, name, storage)) for name, t in other_tensors.items())
     packed = sum(f.size_bytes for f in inside.values())
     return stored + packed, dense + dense_weight_bytes({name: f.scheme.shape for name, f in inside.items()}, storage)
 

@@ -22,8 +22,8 @@ def rest_of(block: Block) -> dict[str, Tensor]:
     """Return the tensors of a block except the weights of its linears, by full name."""
     inside = tuple(f"{name}." for name in linears(block.module))
     state = block.module.state_dict().items()
-    rest = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
-    return {f"{block.name}.{name}": tensor for name, tensor in rest.items()}
+    other_tensors = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
+    return {f"{block.name}.{name}": tensor for name, tensor in other_tensors.items()}
 
 
 def rest_bytes(opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None) -> int:

@@ -65,8 +65,8 @@ class Destination:
         self.files.invalidate_cache()
         if not self.files.exists(self.root):
             return {}
-        found = self.files.find(self.root, detail=True)
-        return {path[len(self.root) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
+        entries = self.files.find(self.root, detail=True)
+        return {path[len(self.root) :].lstrip("/"): int(entry["size"]) for path, entry in entries.items()}
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Write a file, or replace it."""

@@ -118,7 +118,9 @@ def _single(token: str) -> Step:
     if token[0] == "\\" and token[1:].isdigit():
         raise ValueError("a pattern has a back reference, which is not supported")
     compiled = re.compile(token)
-    return lambda text, starts: frozenset(found.end() for p in starts if (found := compiled.match(text, p)) is not None)
+    return lambda text, starts: frozenset(
+        matched.end() for p in starts if (matched := compiled.match(text, p)) is not None
+    )
 
 
 def _repeated(step: Step, least: int, most: int | None) -> Step:

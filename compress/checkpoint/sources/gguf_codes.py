@@ -24,7 +24,7 @@ from compress.checkpoint.containers.gguf import BLOCKS, DENSE, SIDECAR, packed_i
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of, rope_factors
-from compress.checkpoint.sources.gguf import made_once
+from compress.checkpoint.sources.gguf import as_safetensors, made_once
 from compress.checkpoint.sources.gguf_contents import (
     check_keys,
     check_none_missing,
@@ -34,7 +34,7 @@ from compress.checkpoint.sources.gguf_contents import (
     own_config,
 )
 from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
-from compress.checkpoint.sources.hub import folder_of
+from compress.checkpoint.sources.hub import safetensors_folder
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
 from compress.layers.linear import linears, shape_of
@@ -50,13 +50,20 @@ KEPT = "compress/gguf-codes-3"  # the number changes when the content of a folde
 def checkpoint_of(source: str) -> Path:
     """`folder_of`, but the layers of a .gguf file stay codes if all its tensors can be read so. Raises ModelError."""
     path = gguf_of(source)
-    if path is None:
-        return folder_of(source)
+    return safetensors_folder(source) if path is None else folder_of_codes(path)
+
+
+def folder_of_codes(path: Path) -> Path:
+    """Return the folder of a .gguf file with its codes, or, if they cannot be read, with dense weights.
+
+    Raises:
+        ModelError: for a file that cannot be read in either way.
+    """
     try:
         return made_once(path, KEPT, lambda folder: _keep(path, folder))
     except ModelError as error:  # the conversion reports what is wrong with the file, if anything is
         log.info("%s is converted to dense weights: %s", path, error)
-        return folder_of(source)
+        return as_safetensors(path)
 
 
 def _keep(path: Path, folder: Path) -> None:

@@ -74,10 +74,14 @@ def folder_of(source: str, weights: bool = True) -> Path:
         source: hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file (any part of a split one).
         weights: False: of a model of the hub, fetch all files but the weights.
     """
+    file = gguf_of(source)
+    return safetensors_folder(source, weights) if file is None else gguf.as_safetensors(file)
+
+
+def safetensors_folder(source: str, weights: bool = True) -> Path:
+    """Return a local folder as `folder_of` for a source that names no .gguf file."""
     path = Path(expanduser(source))
     check_revision(source)
-    if (file := gguf_of(source)) is not None:
-        return gguf.as_safetensors(file)
     if path.is_dir():
         return path
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:

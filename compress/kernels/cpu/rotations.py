@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.kernels.cpu.codes import TYPES
 from compress.kernels.recording import as_operators
+from compress.native.compiling import constant_result
 from compress.native.library import LANES, HadamardMatrix, check_status, library, pointer
 from compress.numerics.hadamard import factors, hadamard
 
@@ -162,7 +163,7 @@ def rotated(
     return rotate(x, signs, order, outputs, bias, dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def has_steps(order: int) -> bool:
     """Whether a matrix of this order is supported; a constant for torch.compile."""
     return library() is not None and steps(order, False) is not None

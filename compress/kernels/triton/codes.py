@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.kernels.contract import PartLike, RoundingLike
 from compress.kernels.triton.launch import InputQuantizer, TritonWeight, multiply
+from compress.native.compiling import constant_result
 from compress.native.gpus import capability, installed
 from compress.numerics.quant.grids import GRIDS, Float4Grid, Float8Grid, Grid
 from compress.numerics.quant.scales import E8M0, Float8Scale
@@ -47,13 +48,13 @@ class TritonKernel:
         return linear(x, prepared, bias, quantizer.grid.name, quantizer.scale)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def available(device: torch.device) -> bool:
     """Whether triton is installed, kernels are not disabled, and it has programs for the device."""
     return installed() and capability(device) >= OLDEST
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def multiplies_float8(device: torch.device) -> bool:
     """Whether Triton has products of 8-bit floats for the device."""
     return capability(device) >= OLDEST_FLOAT8

@@ -147,13 +147,13 @@ class DropExperts(ReshapingPass):
         names = [f"{name}.{linear}" for name, experts in sets.items() for linear in linears(experts)]
         why = "the number of experts is uniform in a configuration: all blocks lose as many, or none"
         self.check_all_taken(names, label, why)
-        kept = counts[0] - self._number(counts[0], label)
+        remaining = counts[0] - self._number(counts[0], label)
         try:
             per_token = experts_per_token(model)
         except CannotRun:
-            return fewer_experts(model, kept)  # only the calibration text shows how many experts compute a token
-        _check_enough(per_token, counts[0], kept, label)
-        fewer = fewer_experts(model, kept)
+            return fewer_experts(model, remaining)  # only the calibration text shows how many experts compute a token
+        _check_enough(per_token, counts[0], remaining, label)
+        fewer = fewer_experts(model, remaining)
         try:
             experts_per_token(fewer.sketch)
         except CannotRun as error:
@@ -175,20 +175,20 @@ class DropExperts(ReshapingPass):
         return number
 
 
-def _check_enough(per_token: int, count: int, kept: int, label: str) -> None:
+def _check_enough(per_token: int, count: int, remaining: int, label: str) -> None:
     """Raise TargetError if fewer experts are left than compute a token."""
-    if per_token > kept:
+    if per_token > remaining:
         raise TargetError(
-            f"{label}: {kept} of {count} experts are left, but each token is computed by {per_token}; "
+            f"{label}: {remaining} of {count} experts are left, but each token is computed by {per_token}; "
             f"remove at most {count - per_token}"
         )
 
 
 def _not_divided(fewer: FewerExperts, groups: int, label: str) -> TargetError:
-    kept = max(groups, fewer.kept // groups * groups)
+    divisible = max(groups, fewer.kept // groups * groups)
     return TargetError(
         f"{label}: the router chooses among {groups} groups of experts, which must have the same size, but "
-        f"{fewer.kept} experts are left; keep a multiple of {groups}, such as count: {fewer.count - kept}"
+        f"{fewer.kept} experts are left; keep a multiple of {groups}, such as count: {fewer.count - divisible}"
     )
 
 

@@ -42,39 +42,39 @@ def rows(result: RunResult) -> list[tuple[str, ...]]:
     first = formats_in(result.reproduce.recipe)[0]
     size = megabytes(result.size.checkpoint_bytes)
     head = (first, ".", size, f"{result.verified.layers}", _readers(result.verified), "as computed")
-    return [head, *(_row(name, found) for name, found in result.formats.items())]
+    return [head, *(_row(name, written) for name, written in result.formats.items())]
 
 
 def rounded(result: RunResult) -> list[tuple[str, ...]]:
     """List a row for each kind of layer whose weights differ from those of the first format."""
     return [
         (name, row.name, f"{row.count}", row.before, row.after, f"{row.error:.3e}")
-        for name, found in result.formats.items()
-        for row in found.rounded
+        for name, written in result.formats.items()
+        for row in written.rounded
     ]
 
 
 def digests(result: RunResult) -> list[str]:
     """List the sha256 of the checkpoint in each further format."""
     formats = result.formats.values()
-    return [f"sha256 of the checkpoint in {found.folder}: {found.checkpoint_sha256}" for found in formats]
+    return [f"sha256 of the checkpoint in {written.folder}: {written.checkpoint_sha256}" for written in formats]
 
 
-def _row(name: str, found: FormatResult) -> tuple[str, ...]:
-    size, layers = megabytes(found.checkpoint_bytes), f"{found.verified.layers}"
-    return (name, found.folder, size, layers, _readers(found.verified), _weights(found))
+def _row(name: str, written: FormatResult) -> tuple[str, ...]:
+    size, layers = megabytes(written.checkpoint_bytes), f"{written.verified.layers}"
+    return (name, written.folder, size, layers, _readers(written.verified), _weights(written))
 
 
 def _readers(verified: Verification) -> str:
     return "compress" if verified.transformers is None else "compress, transformers"
 
 
-def _weights(found: FormatResult) -> str:
+def _weights(written: FormatResult) -> str:
     """Describe how the weights differ from those of the first format."""
-    if not found.rounded:
+    if not written.rounded:
         return "lossless"
-    codes = [row for row in found.rounded if row.before != row.after]
-    scales = [row for row in found.rounded if row.before == row.after]
+    codes = [row for row in written.rounded if row.before != row.after]
+    scales = [row for row in written.rounded if row.before == row.after]
     texts = [f"{row.name} rounded to {row.after} ({row.error:.1e})" for row in codes]
     if scales:
         count, largest = sum(row.count for row in scales), max(row.error for row in scales)

@@ -5,9 +5,11 @@ import shutil
 import huggingface_hub.constants
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.containers.gguf import SIDECAR
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
@@ -145,3 +147,13 @@ def test_conversion_keeps_every_code(files, tmp_path):
         after = weights(compress.load(tmp_path / folder)[0])
         for name, weight in before.items():
             assert torch.equal(after[name], weight), (folder, name)
+
+
+def test_codes_are_saved_once_and_not_as_dense_weights_too(files, tmp_path):
+    model, _ = compress.load(files / "Q8_0.gguf")
+    compress.save(model, tmp_path / "out", format="native")
+    names = {name for path in (tmp_path / "out").glob("*.safetensors") for name in load_file(path)}
+    packed = {name for name in names if name.endswith(".weight_packed")}
+    assert packed and not {name.removesuffix("_packed") for name in packed} & names
+    checkpoint = Checkpoint.open(files / "Q8_0.gguf")
+    assert checkpoint.places and not checkpoint.undeclared

@@ -7,6 +7,7 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from gguf_families import FAMILIES, gguf_model
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
@@ -121,7 +122,7 @@ def mixture(pico, tmp_path_factory):
 def test_the_codes_of_experts_are_stacked_and_stay_as_they_are(mixture, recipe, tmp_path):
     asked = recipe(RTN(**OCTETS), model=mixture, save={"format": "gguf"}, eval=None)
     made = compress.run(asked, tmp_path / "out", progress=False)
-    assert made.report["verified"]["own"] == 0 and "moe_intermediate_size" in made.report["verified"]["skipped"]
+    assert made.report["verified"]["own"] <= LOGITS and "moe_intermediate_size" in made.report["verified"]["skipped"]
     stored = tensors_of(tmp_path / "out")
     model, _ = compress.load(tmp_path / "out" / FILE)
     for number in range(4):

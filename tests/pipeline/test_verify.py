@@ -302,6 +302,11 @@ def test_where_transformers_is_not_asked_the_report_says_why(options, step, reas
 UNREADABLE = {
     "transposed": ("gpt2", compress.RTN(group_size=16), r"layers are transposed \(Conv1D\)"),
     "zero points": (None, compress.HQQ(), r"\(int4 in groups of 32, int4 in groups of 64\); use a group_size that div"),
+    "exchanged experts": (
+        "llama4",
+        compress.RTN(group_size=16),
+        r"builds model\.layers\.0\.feed_forward\.experts of a",
+    ),
     "dense experts": ("qwen3-moe", compress.RTN(targets="*.self_attn.*", group_size=16), "does not read dense experts"),
 }
 

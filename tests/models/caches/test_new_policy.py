@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tolerances import LOGITS, same_logits
+from tolerances import CROSSED_LOGITS, same_logits
 
 import compress
 from compress import RTN
@@ -108,7 +108,7 @@ def test_a_run_plans_verifies_measures_and_reports_it(recipe, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config[CACHE_KEY][ATTENTION] == {"kind": "clipped"}
     assert planned.checkpoint_bytes == report["predicted"]["tensor_bytes"]
-    assert report["verified"]["transformers"] <= LOGITS and not report["kv_cache"]["stated"]
+    assert report["verified"]["transformers"] <= CROSSED_LOGITS and not report["kv_cache"]["stated"]  # keys are rounded
     heads, width, attentions = 2, 32, 3
     assert report["kv_cache"]["bytes_per_token"]["after"] == attentions * heads * width * (2 + 4)
     errors = report["kv_cache"]["of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Mapping
 
 import torch
@@ -65,8 +66,10 @@ def unreadable(
 def _exchanged(model: nn.Module, method: str | None) -> str | None:
     """Return the name of a module that transformers exchanges when it loads a checkpoint of a method, or None."""
     table = getattr(quantizers, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})  # class name -> the methods
+    classes = [name for name, entry in table.items() if method in entry["quantization_methods"]]
     for name, module in model.named_modules():
-        if method in table.get(type(module).__name__, {}).get("quantization_methods", ()):
+        kind = type(module)
+        if any(getattr(inspect.getmodule(kind), class_name, None) is kind for class_name in classes):
             return name
     return None
 

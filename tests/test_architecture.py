@@ -685,6 +685,30 @@ def private_names(tree: ast.AST) -> list[str]:
     return found
 
 
+def exact_outputs(tree: ast.AST) -> list[str]:
+    """Assertions that outputs of models are equal bit for bit, or that a verification measured less than its tolerance."""
+
+    def is_output(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            return node.attr == "logits" and isinstance(node.value, ast.Call)
+        return isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in ("logits", "logits_of")
+
+    found = []
+    negated = {part for node in ast.walk(tree) if isinstance(node, ast.UnaryOp) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "torch.equal" and node not in negated:
+            found += [f"line {node.lineno}: torch.equal"] if any(map(is_output, node.args)) else []
+        elif isinstance(node, ast.Compare) and isinstance(limit := node.comparators[-1], ast.Constant):
+            read = re.search(r"verified.*\b(own|transformers)\b", ast.unparse(node.left))
+            exact = (
+                isinstance(limit.value, int | float)
+                and limit.value < 1e-3
+                and isinstance(node.ops[-1], ast.Eq | ast.LtE)
+            )
+            found += [f"line {node.lineno}: {read[1]}"] if read and exact else []
+    return found
+
+
 def undocumented(tree: ast.Module, documented: frozenset[str] = frozenset()) -> list[str]:
     """Public functions and classes, and methods that no class describes, without a docstring."""
     found = [] if ast.get_docstring(tree) else ["the module"]
@@ -996,6 +1020,14 @@ def test_tests_use_no_private_names():
     holds(found.__getitem__, "make it public where it is a unit of its own, or test what it is for", trees)
 
 
+def test_outputs_of_models_are_compared_within_tolerances():
+    """Another processor, and weights at another address, add in another order."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    found = {name: exact_outputs(tree) for name, tree in trees.items()}
+    holds(found.__getitem__, "use same_logits, near_rounded or LOGITS of tests/tolerances.py", trees)
+
+
 def required_dependencies() -> list[str]:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     [listed] = re.findall(r"^dependencies = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
@@ -1140,6 +1172,10 @@ def test_no_exception_has_outlived_its_reason():
         (private_names, "store._items"),
         (private_names, "patch.setattr(loop, '_take', f)"),
         (private_names, "patch.setattr('compress.train.loop.Trainer._take', f)"),
+        (exact_outputs, "assert torch.equal(logits(again), wanted)"),
+        (exact_outputs, "assert torch.equal(again(ids).logits, model(ids).logits)"),
+        (exact_outputs, "assert report['verified']['own'] == 0"),
+        (exact_outputs, "assert verified.transformers <= 1e-5"),
         (undocumented, "def public(): pass"),
         (undocumented, "'''Doc.'''\nclass Public:\n    '''Doc.'''\n    def method(self): pass"),
     ],

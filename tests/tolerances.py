@@ -12,6 +12,7 @@ from compress.layers.linear import CompressedLinear
 
 LOGITS = 1e-4  # of the tiny models, whose largest logits are about 10, in float32
 CROSSED = 0.05  # of the largest logit; inputs of the pico model that differ in the last bit change 0.008 to 0.018 of it
+CROSSED_LOGITS = 0.5  # the same of a verification, whose differences are absolute; digests compare the codes
 STEPS = {"int8": 1 / 127, "fp8_e4m3": 32 / 448}  # between two codes, at most, relative to the largest number
 UNITS = 32  # units in the last place of the largest number, for a few layers one after the other
 
@@ -22,6 +23,14 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     found, wanted = found.detach(), wanted.detach()
     largest = max(float(wanted.abs().max()), 1.0)
     return float((found.float() - wanted.float()).abs().max()) <= UNITS * torch.finfo(wanted.dtype).eps * largest
+
+
+def same_logits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """The same dtype and shape, and logits of tiny models whose weights are equal, at other addresses or in a reader's."""
+    if wanted.dtype != torch.float32:
+        return near_rounded(found, wanted)
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    return float((found - wanted).abs().max()) <= LOGITS
 
 
 def near_rounded(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -55,7 +55,8 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, typ
         (kind.name, str(kind.count), kind.before, kind.after, f"{kind.error:.3e}" if kind.error else "0 (lossless)")
         for kind in kinds
     ]
-    print_table(ResultTable(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows))
+    if rows:
+        print_table(ResultTable(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows))
     if any(kind.error and kind.before == kind.after for kind in kinds):
         echo(f"note: format {form} fixes the dtype of scales, so they were rounded to it; the codes are unchanged")
     if check is not None:

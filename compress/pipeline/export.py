@@ -17,7 +17,7 @@ from compress.blockwise.install import adapt, adapt_block
 from compress.blockwise.quantized_embeddings import embeddings_of, quantized_embeddings
 from compress.blockwise.reference import twin
 from compress.checkpoint.codec import FormatCodec, Outside, ShardEntry
-from compress.checkpoint.containers.files import RESUMES, check_writable, reason_of, user_path
+from compress.checkpoint.containers.files import RESUMES, check_output_folder, reason_of, user_path
 from compress.checkpoint.formats import FORMATS, unknown_format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
@@ -136,7 +136,7 @@ def check_new_folder(folder: Path) -> None:
         raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); name another folder") from error
     if is_used:
         raise OutputError(f"{folder}: exists already; name a new or empty folder")
-    check_writable(folder)
+    check_output_folder(folder)
 
 
 RESTARTS = "nothing was written; free disk space, or name another folder, and start again"

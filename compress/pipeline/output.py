@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from compress.checkpoint.containers.digests import MANIFEST, SUMS, WORK
-from compress.checkpoint.containers.files import check_writable, tensor_file_bytes, write_text
+from compress.checkpoint.containers.files import check_output_folder, tensor_file_bytes, write_text
 from compress.checkpoint.containers.safetensors import INDEX
 from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import OutputError
@@ -57,7 +57,7 @@ def check_folder(folder: Path) -> None:
         raise OutputError(
             f"{folder}: is not empty and was not written by compress; choose another folder, or empty the folder first"
         )
-    check_writable(folder)
+    check_output_folder(folder)
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers import base as quantizers
 
 from compress.checkpoint.caches import stated_policy
 from compress.checkpoint.formats.base import Format, StoredLayer
@@ -49,6 +51,8 @@ def unreadable(
         return "transformers has no name for each single expert of this model"
     if not stated and all(scheme.plain for scheme in schemes.values()):
         return None
+    if exchanged := _exchanged(model, format_.quant_method):
+        return f"transformers builds {exchanged} of a quantized model from other linears, with other names"
     inside = {id(module) for expert in experts for module in linears(expert).values()}
     layers, needs_weight = [], _needs_weight(model, {name for name, scheme in schemes.items() if not scheme.plain})
     for name, module in linears(model).items():
@@ -57,6 +61,17 @@ def unreadable(
         overrides_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight, overrides_forward))
     return format_.unreadable(layers, dtype)
+
+
+def _exchanged(model: nn.Module, method: str | None) -> str | None:
+    """Return the name of a module that transformers exchanges when it loads a checkpoint of a method, or None."""
+    table = getattr(quantizers, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})  # class name -> the methods
+    classes = [name for name, entry in table.items() if method in entry["quantization_methods"]]
+    for name, module in model.named_modules():
+        kind = type(module)
+        if any(getattr(inspect.getmodule(kind), class_name, None) is kind for class_name in classes):
+            return name
+    return None
 
 
 def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:

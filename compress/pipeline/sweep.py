@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from compress.checkpoint.containers.digests import WORK
-from compress.checkpoint.containers.files import check_writable, write_text
+from compress.checkpoint.containers.files import check_output_folder, write_text
 from compress.errors import OutputError, UserError
 from compress.pipeline.attempts import Executor, Outcome
 from compress.pipeline.checkpoint import is_complete
@@ -136,7 +136,7 @@ def _locked(folder: Path) -> Iterator[None]:
     Raises:
         OutputError: if another one does, or the folder cannot be written.
     """
-    check_writable(folder)
+    check_output_folder(folder)
     (folder / WORK).mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / WORK / LOCK)
     try:

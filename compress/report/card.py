@@ -174,13 +174,14 @@ def _use(report: RunResult, facts: CardFacts) -> str:
     name = auto_processor.removeprefix("Auto").lower()
     parts = [
         "With compress (`FOLDER`: a local copy of this repository):\n\n"
-        '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```'
+        '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n\n'
+        f"{_computed_in(report)}"
     ]
     if "transformers" in readers:
         package = " and the package compressed-tensors" if FORMATS[form].quant_method == "compressed-tensors" else ""
         tested = "" if report.verified.transformers is not None else " (not tested in this run)"
         file = FORMATS[form].file
-        option = "" if file is None else f', gguf_file="{file}"'
+        option = "" if file is None else f', gguf_file="{file}", dtype="{report.reproduce.compute_dtype}"'
         parts.append(
             f"With transformers{package}{tested}:\n\n"
             f"```python\nfrom transformers import {auto}, {auto_processor}\n\n"
@@ -195,6 +196,18 @@ def _use(report: RunResult, facts: CardFacts) -> str:
     if report.formats:
         parts.append(f"The same checkpoint in other formats:\n\n{table(formats.HEAD, formats.rows(report)[1:])}")
     return "\n\n".join(parts)
+
+
+def _computed_in(report: RunResult) -> str:
+    """The dtype of the figures, and how to compute in it where readers choose another one."""
+    reproduce = report.reproduce
+    text = f"The figures are those of computation in {reproduce.compute_dtype}"
+    if reproduce.compute_dtype == reproduce.storage_dtype == "float32":
+        return f"{text}."
+    return (
+        f'{text}, as with `compress.load("FOLDER", dtype="{reproduce.compute_dtype}")`. '
+        "Without `dtype`, `compress.load` chooses a wider dtype where that is faster."
+    )
 
 
 def write_export_card(

@@ -94,7 +94,8 @@ def test_a_stopped_run_goes_on_with_scales_in_place(recipe, tmp_path, stop):
 def test_layers_that_stay_dense_take_their_scale_back(pico, recipe, format_, tmp_path):
     asked = recipe(Rescale(targets=MLP), compress.RTN(targets=ATTENTION, group_size=32), save={"format": format_})
     report = compress.run(asked, tmp_path).report
-    assert report["verified"]["own"] <= LOGITS and not report["verified"]["transformers"]
+    verified = report["verified"]
+    assert verified["own"] <= LOGITS and (verified["transformers"] or 0) <= LOGITS
     name = "model.layers.2.mlp.down_proj.weight"
     found = {k: t for path in tmp_path.glob("*.safetensors") for k, t in load_file(path).items()}
     stored = {k: t for path in Path(pico).glob("*.safetensors") for k, t in load_file(path).items()}

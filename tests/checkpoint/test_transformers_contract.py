@@ -17,7 +17,7 @@ import transformers
 from batches import batch_of
 from on_pico import PICO
 from pydantic import TypeAdapter
-from tolerances import LOGITS
+from tolerances import LOGITS, same_logits
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache, TextStreamer
 
@@ -290,14 +290,14 @@ def use_the_backend_of_lm_eval(model, theirs, tokenizer):
 def use_a_copy(model, theirs, tokenizer):
     wanted = logits(model)
     twin = copy.deepcopy(model)
-    assert torch.equal(logits(twin), wanted)
+    assert same_logits(logits(twin), wanted)
     for parameter in twin.parameters():
         parameter.data = torch.zeros_like(parameter)
-    assert torch.equal(logits(model), wanted)
+    assert same_logits(logits(model), wanted)
 
 
 def use_pickle(model, theirs, tokenizer):
-    assert torch.equal(logits(pickle.loads(pickle.dumps(model))), logits(model))
+    assert same_logits(logits(pickle.loads(pickle.dumps(model))), logits(model))
 
 
 def use_threads(model, theirs, tokenizer):
@@ -309,7 +309,7 @@ def use_threads(model, theirs, tokenizer):
 def use_a_forked_process(model, theirs, tokenizer):
     wanted, context = logits(model), multiprocessing.get_context("fork")
     found = context.SimpleQueue()
-    child = context.Process(target=lambda: found.put(torch.equal(logits(model), wanted)))
+    child = context.Process(target=lambda: found.put(same_logits(logits(model), wanted)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads; this process waits
         child.start()
@@ -351,7 +351,7 @@ def use_a_state_dict(model, theirs, tokenizer):
     assert not torch.equal(logits(other), wanted)
     missing = other.load_state_dict(state)
     assert not missing.missing_keys and not missing.unexpected_keys
-    assert torch.equal(logits(other), wanted)
+    assert same_logits(logits(other), wanted)
 
 
 def in_dtype(change, dtype):
@@ -432,7 +432,7 @@ def test_save_pretrained_is_read_again_or_says_what_to_call(source, pair, tmp_pa
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
         near(logits(again), logits(theirs))
     compress.save(model, tmp_path / "ours", format=source[0], tokenizer=tokenizer)
-    assert torch.equal(logits(compress.load(tmp_path / "ours", dtype="float32")[0]), logits(model))
+    assert same_logits(logits(compress.load(tmp_path / "ours", dtype="float32")[0]), logits(model))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of the name of checkpoints of activations

@@ -84,6 +84,32 @@ def test_an_output_folder_is_tried_before_the_model_is_opened(place, recipe, pic
             work()
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "model.onnx"])
+@pytest.mark.parametrize("command", ["quantize", "prune", "run", "sweep", "export", "model-free"])
+def test_a_folder_is_not_named_like_a_file_of_a_model(command, name, recipe, pico, tmp_path):
+    if command == "sweep":
+        pytest.importorskip("ray")
+    (tmp_path / "recipe.yaml").write_text(recipe(RTN(group_size=32), eval=None).to_yaml())
+    args = {
+        "quantize": ("quantize", pico, "--scheme", "W4A16"),
+        "prune": ("prune", pico),
+        "run": ("run", tmp_path / "recipe.yaml"),
+        "sweep": ("sweep", tmp_path / "recipe.yaml", "--over", "rtn.group_size=16,32"),
+        "export": ("export", pico, "--format", "gguf"),
+        "model-free": ("quantize", pico, "--scheme", "W8A16", "--model-free"),
+    }[command]
+    done = call(*args, "-o", tmp_path / name)
+    assert done.exit_code == 2 and f"write the name of a folder, such as {tmp_path / 'model'}" in " ".join(
+        done.stderr.split()
+    ), done.output
+    assert not (tmp_path / name).exists()
+
+
+def test_an_export_of_a_model_without_compressed_layers_shows_no_empty_table(pico, tmp_path):
+    done = call("export", pico, "--format", "gguf", "-o", tmp_path / "out")
+    assert done.exit_code == 0 and "weight error" not in done.stdout and "checkpoint: " in done.stdout
+
+
 def test_a_trial_is_made_only_where_it_can_be_kept(recipe, monkeypatch):
     monkeypatch.setattr(timing, "kept_file", lambda resolved: timing.Path("/proc/kept/trial.json"))
     monkeypatch.setattr(timing, "trial", lambda *args: pytest.fail("the trial was made first"))

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tolerances import LOGITS
 from transformers import AutoTokenizer
 
 import compress
@@ -25,7 +26,7 @@ def with_blocks(tiny, tmp_path):
 def test_a_model_of_one_block_is_pruned_trained_and_quantized(with_blocks, recipe, tmp_path):
     steps = Wanda(pattern="2:4"), Finetune(steps=2, batch=2), GPTQ(group_size=16)
     found = compress.run(recipe(*steps, model=with_blocks(1), save={"verify": "own"}), tmp_path / "out").report
-    assert found["verified"]["own"] == 0 and found["checkpoint_sha256"]
+    assert found["verified"]["own"] <= LOGITS and found["checkpoint_sha256"]
     assert {layer["layer"].split(".")[2] for layer in found["layers"]} == {"0"}
 
 

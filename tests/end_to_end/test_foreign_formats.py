@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tolerances import LOGITS
 
 import compress
 from compress.errors import ModelError, TargetError
@@ -45,7 +46,7 @@ def ran(tmp_path_factory):
 def test_a_recipe_writes_it_and_says_that_its_owner_was_not_asked(case, ran):
     result = ran(case)
     verified = result.report["verified"]
-    assert verified["layers"] == 21 and verified["own"] == 0.0 and verified["transformers"] is None
+    assert verified["layers"] == 21 and verified["own"] <= LOGITS and verified["transformers"] is None
     assert f"transformers reads format {case.split()[0]} with the package" in verified["skipped"]
     config = json.loads((result.folder / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == case.split()[0]

@@ -9,7 +9,7 @@ import torch
 from batches import batch_of
 from click.testing import CliRunner
 from encoders import tokenizer, write_words
-from tolerances import LOGITS
+from tolerances import LOGITS, same_logits
 from transformers import AutoModelForSeq2SeqLM
 
 import compress
@@ -87,7 +87,7 @@ def test_the_decoder_reads_what_transformers_makes_of_the_labels(family, tiny, i
         assert given["decoder_input_ids"].tolist() == [[0, *row[6:-1]] for row in text.tolist()]
     with torch.no_grad():
         wanted = model(input_ids=text[:, :6].contiguous(), labels=text[:, 6:].contiguous()).logits
-    assert torch.equal(logits_of(model, batch), wanted)
+    assert same_logits(logits_of(model, batch), wanted)
     assert prompt_length(model, text) == 1
 
 
@@ -174,7 +174,7 @@ def test_from_a_recipe_to_a_checkpoint(family, asked, folder, words, tmp_path):
 def test_a_dense_export_is_an_ordinary_checkpoint(asked, folder, words, tmp_path):
     """Tensors of one table that several modules share are stored once, as transformers does."""
     report = compress.run(asked("bart", Wanda(sparsity=0.5), save={"format": "dense"}), tmp_path / "out").report
-    assert report["verified"]["transformers"] == 0
+    assert report["verified"]["transformers"] <= LOGITS
     compress.run(asked("t5", RTN(**INT4)), tmp_path / "packed")
     compress.export(tmp_path / "packed", tmp_path / "dense", format="dense")
     one, two = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in ("packed", "dense"))
@@ -210,9 +210,9 @@ def test_run_stores_what_apply_computes(asked, folder, words, tmp_path):
     compress.apply(model, GPTQ(**INT4), text, batch=2)
     stored, _ = compress.load(out)
     text = text.batch()
-    assert torch.equal(logits_of(stored, text), logits_of(model, text))
+    assert same_logits(logits_of(stored, text), logits_of(model, text))
     compress.save(model, tmp_path / "saved", "native")
-    assert torch.equal(logits_of(compress.load(tmp_path / "saved")[0], text), logits_of(model, text))
+    assert same_logits(logits_of(compress.load(tmp_path / "saved")[0], text), logits_of(model, text))
 
 
 def test_the_plan_knows_bytes_and_memory(asked, tmp_path):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from encoders import tokenizer
 from model_families import tiny_model
 from speech import TEXTS, extractor, moonshine, speech_to_text, sweep, write_model, write_recordings
-from tolerances import LOGITS
+from tolerances import LOGITS, same_logits
 from transformers import AutoModelForSpeechSeq2Seq
 
 import compress
@@ -112,7 +112,7 @@ def test_from_a_recipe_to_a_checkpoint(asked, folder, recordings, tmp_path):
 
 def test_a_dense_export_is_an_ordinary_checkpoint(asked, tmp_path):
     report = compress.run(asked(Wanda(sparsity=0.5), save={"format": "dense"}), tmp_path / "out").report
-    assert report["verified"]["transformers"] == 0
+    assert report["verified"]["transformers"] <= LOGITS
     compress.run(asked(RTN(**INT4), eval=None), tmp_path / "packed")
     compress.export(tmp_path / "packed", tmp_path / "dense", format="dense")
     one, two = (AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / name) for name in ("packed", "dense"))
@@ -145,7 +145,7 @@ def test_run_stores_what_apply_computes(asked, folder, rows, tmp_path):
     given = {"input_features": torch.cat([heard(i) for i in order]), "labels": labels}
     compress.apply(model, GPTQ(**INT4), given, batch=2)
     stored, _ = compress.load(out)
-    assert torch.equal(logits_of(stored, rows[0]), logits_of(model, rows[0]))
+    assert same_logits(logits_of(stored, rows[0]), logits_of(model, rows[0]))
 
 
 def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):

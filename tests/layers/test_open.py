@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file
+from tolerances import LOGITS
 from torch import nn
 
 import compress
@@ -160,7 +161,7 @@ def test_a_run_solves_plans_stores_verifies_and_loads_it(steps, dtype, recipe, t
     asked = recipe(*steps, save={"format": "native", "dtype": dtype})
     planned = compress.plan(asked)
     report = compress.run(asked, tmp_path).report
-    assert report["verified"]["own"] <= 1e-4 and report["verified"]["layers"] == len(steps[-1:]) * sum(
+    assert report["verified"]["own"] <= LOGITS and report["verified"]["layers"] == len(steps[-1:]) * sum(
         bool(layer.passes) for layer in planned.layers
     )
     tensors = stored(tmp_path)
@@ -198,7 +199,7 @@ def test_scales_of_its_codes_are_trained_and_the_rest_stays(step, recipe, tmp_pa
     compress.run(recipe(Residual(), save={"format": "native"}), tmp_path / "before")
     steps = [Residual(), step]
     report = compress.run(recipe(*steps, save={"format": "native"}), tmp_path / "after").report
-    assert report["verified"]["own"] <= 1e-4
+    assert report["verified"]["own"] <= LOGITS
     before, after = stored(tmp_path / "before"), stored(tmp_path / "after")
     assert before.keys() == after.keys()
     moved = {name.rpartition(".")[2] for name, t in before.items() if UP in name and not torch.equal(t, after[name])}
@@ -266,13 +267,13 @@ def test_format_dense_multiplies_it_out(steps, recipe, tmp_path):
 
 def test_a_transform_is_folded_into_a_dense_weight_and_stored_with_several_parts(recipe, tmp_path):
     asked = recipe(Flipped(), save={"format": "native"})
-    assert compress.run(asked, tmp_path / "folded").report["verified"]["own"] <= 1e-4
+    assert compress.run(asked, tmp_path / "folded").report["verified"]["own"] <= LOGITS
     assert size_of(stored(tmp_path / "folded")) == compress.plan(asked).checkpoint_bytes
     before = stored(asked.model)
     assert all(torch.equal(t, before[name]) for name, t in stored(tmp_path / "folded").items())
 
     asked = recipe(Flipped(), Correct(), save={"format": "native"})
-    assert compress.run(asked, tmp_path / "parts").report["verified"]["own"] <= 1e-4
+    assert compress.run(asked, tmp_path / "parts").report["verified"]["own"] <= LOGITS
     assert size_of(stored(tmp_path / "parts")) == compress.plan(asked).checkpoint_bytes
     assert compress.load(tmp_path / "parts")[0].get_submodule(UP).scheme.transforms == (FlipScheme(),)
 
@@ -335,7 +336,7 @@ class Halves(Residual):
 def test_codes_and_floats_survive_a_stop(dtype, recipe, tmp_path, stop):
     asked = recipe(Halves(), save={"format": "native", "dtype": dtype})
     whole = compress.run(asked, tmp_path / "whole").report
-    assert whole["verified"]["own"] == 0
+    assert whole["verified"]["own"] <= LOGITS
     assert size_of(stored(tmp_path / "whole")) == compress.plan(asked).checkpoint_bytes
     stop(asked, tmp_path / "stopped")
     assert compress.run(asked, tmp_path / "stopped").report["checkpoint_sha256"] == whole["checkpoint_sha256"]

@@ -6,6 +6,7 @@ import gguf
 import pytest
 import torch
 from click.testing import CliRunner
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
@@ -300,7 +301,7 @@ STEPS = [
 def test_a_recipe_that_leaves_linears_dense_writes_gguf(recipe, step, tmp_path):
     save = {"format": "gguf", "embedding": "dense", "head": "dense", "dtype": "float16"}
     report = compress.run(recipe(step, save=save), tmp_path, progress=False).report
-    assert report["verified"]["own"] == 0 and report["verified"]["transformers"] <= 1e-5
+    assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] <= LOGITS
     assert set(types_of(tmp_path).values()) == {"F16", "F32"}
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     assert reader.get_field("general.file_type").contents() == 1  # mostly F16

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RTN, Recipe, Save
@@ -73,7 +74,7 @@ def test_all_formats_hold_the_same_codes_and_the_report_names_them(three):
         }
         assert found[name].verified.layers == len(first)
     assert [(row.name, row.after) for row in found["gguf"].rounded] == [("model.embed_tokens", "int8, group 32")]
-    assert found["awq"].rounded == [] and found["awq"].verified.own == 0
+    assert found["awq"].rounded == [] and found["awq"].verified.own <= LOGITS
     report = (three.folder / "report.md").read_text()
     assert "model.embed\\_tokens rounded" in report or "model.embed_tokens rounded" in report
     assert "| awq | awq |" in report and "lossless" in report and found["awq"].checkpoint_sha256 in report

@@ -3,6 +3,7 @@
 from importlib.resources import files
 
 import pytest
+from tolerances import CROSSED_LOGITS
 
 import compress
 from compress import Recipe
@@ -163,7 +164,7 @@ def test_it_compresses_and_others_read_it(name, pico, texts, tmp_path):
     settings = {"save": save, "dtype": dtype, "eval": {"windows": 4, "length": 128}}
     recipe = Recipe(model=pico, passes=[{"scheme": name}], **settings, **texts)
     report = compress.run(recipe, tmp_path, progress=False).report
-    assert report["verified"]["own"] == 0
+    assert report["verified"]["own"] <= CROSSED_LOGITS
     assert (report["verified"]["transformers"] is None) == own
     quality = report["perplexity"][0]
     worse = 1.15 if name in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "NVFP4", "MXFP4") else 1.05

@@ -83,6 +83,24 @@ def check_writable(path: Path) -> None:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
 
 
+MODEL_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
+"""Endings of files of models."""
+
+
+def check_output_folder(folder: Path) -> None:
+    """Check that checkpoints can be written to a folder, which may be new.
+
+    Raises:
+        OutputError: if its name is that of a file, or no file can be created in it.
+    """
+    if folder.suffix in MODEL_FILES and not folder.is_dir():
+        raise OutputError(
+            f"{folder}: a checkpoint is written to a folder, and {folder.suffix} is the ending of a file; "
+            f"write the name of a folder, such as {folder.with_suffix('')}"
+        )
+    check_writable(folder)
+
+
 def check_output_file(path: Path, suffixes: Sequence[str]) -> None:
     """Check that results can be written to a file, before the work that they are the results of.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from model_families import tiny_model
 from safetensors.torch import load_file, save_file
+from tolerances import near_rounded
 
 import compress
 from compress.checkpoint.formats import FORMATS
@@ -190,7 +191,7 @@ def test_configs_of_published_checkpoints_are_read(name, number, written, tmp_pa
     folder = changed(written(name), tmp_path / "x", lambda values: values.update(PUBLISHED[name][number]))
     ids = torch.arange(8)[None]
     with torch.no_grad():
-        assert torch.equal(compress.load(folder)[0](ids).logits, compress.load(written(name))[0](ids).logits)
+        assert near_rounded(compress.load(folder)[0](ids).logits, compress.load(written(name))[0](ids).logits)
 
 
 # ---- what compressed-tensors states of weights and inputs ----

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tolerances import LOGITS
+from tolerances import CROSSED_LOGITS, same_logits
 
 import compress
 from compress import RTN
@@ -95,7 +95,7 @@ def test_a_model_in_memory_is_saved_and_loaded_with_it(format_, pico_model, pico
     loaded, _ = compress.load(tmp_path)
     assert set(cache_policies(loaded).values()) == {ClippedCache()} and len(cache_policies(loaded)) == 3
     assert policy_tensors(loaded.get_submodule(ATTENTION)) == {"v_bound": torch.tensor([BOUND])}
-    assert torch.equal(logits(loaded, pico_ids), wanted) and torch.equal(generated(loaded, pico_ids), text)
+    assert same_logits(logits(loaded, pico_ids), wanted) and torch.equal(generated(loaded, pico_ids), text)
     decoding = loaded.get_compiled_call(None)
     assert decoding.reason is None and len(decoding.decoders) == 1, "its decode steps are traced"
     assert inspect(tmp_path).notes == ["KV cache of 3 attention modules: keys bfloat16, values within a bound"]
@@ -108,7 +108,7 @@ def test_a_run_plans_verifies_measures_and_reports_it(recipe, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config[CACHE_KEY][ATTENTION] == {"kind": "clipped"}
     assert planned.checkpoint_bytes == report["predicted"]["tensor_bytes"]
-    assert report["verified"]["transformers"] <= LOGITS and not report["kv_cache"]["stated"]
+    assert report["verified"]["transformers"] <= CROSSED_LOGITS and not report["kv_cache"]["stated"]  # keys are rounded
     heads, width, attentions = 2, 32, 3
     assert report["kv_cache"]["bytes_per_token"]["after"] == attentions * heads * width * (2 + 4)
     errors = report["kv_cache"]["of"]

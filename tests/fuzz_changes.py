@@ -434,7 +434,7 @@ def bomb(draw: Draw) -> None:
     lists = [values for values, key in entries(stated) if key in ("parts", "transforms") and values[key]]
     if lists:
         values, key = chance.choice(lists), chance.choice(["parts", "transforms"])
-        changes.append(lambda: values.update({key: (values.get(key) or values["parts"]) * 20_000}))
+        changes.append(lambda: values.update({key: (values.get(key) or values["parts"])[:1] * 20_000}))
     chance.choice(changes)()
     draw.place(path, json.dumps(config).encode())
 

@@ -128,7 +128,6 @@ class BlockContext:
         dtype: dtype of computation.
         label: label of the pass in the journal.
         store_bytes: size limit of activations in memory.
-        expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
     """
 
     block: Block
@@ -137,7 +136,6 @@ class BlockContext:
     dtype: torch.dtype
     label: str
     store_bytes: int
-    expert_tokens: int
 
     def forwards(self, module: nn.Module, inputs: ActivationStore) -> list[Callable[[], Tensor]]:
         """Return one forward pass per batch, through `module` instead of the block."""

@@ -140,7 +140,7 @@ class LayerWork:
         observer, transform = self._observer(stage), self.layers[name].transform
         self.samples[name].update(rows)
         if self.reference is not None and isinstance(observer, CrossGram):
-            routed = ROUTED.get() if self._in_expert(name) else None
+            routed = ROUTED.get() if self._in_expert(name) and not self.context.run.all_experts else None
             reference = self.reference.rows(stage, self.context.full(name), rows, routed)
             observer.compare(transform(rows), transform(reference))
         else:
@@ -252,7 +252,7 @@ class LayerWork:
         (one token along each axis). Every pass then behaves as without data: it rounds to nearest, or prunes by
         magnitude.
         """
-        observer, expert_tokens = self.observers[members[0]], self.context.expert_tokens
+        observer, expert_tokens = self.observers[members[0]], self.context.run.expert_tokens
         tokens = observer.tokens
         has_few_tokens = tokens < expert_tokens and self._in_expert(members[0])
         if tokens == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import torch
 from torch import Tensor, nn
 
 from compress.blockwise.lockstep import Arrive, run_in_turn
@@ -92,10 +93,13 @@ class ExpertInputs:
                     forward()
 
     def forwards_of(self, number: int) -> list[Callable[[], Tensor]]:
-        """Return a forward pass through one expert for each batch that has chosen it."""
+        """Return a forward pass through one expert for each batch that has chosen it; for all batches if unrouted."""
         passes: list[Callable[[], Tensor]] = []
         for entry in range(len(self._tokens)):
-            token = (self._chosen[entry] == number).nonzero()[:, 0]
+            chosen = self._chosen[entry]
+            token = (chosen == number).nonzero()[:, 0]
+            if self.experts.unrouted:
+                token = torch.arange(len(chosen), device=chosen.device)
             if len(token):
                 passes.append(lambda entry=entry, token=token: self._forward(number, entry, token))
         return passes

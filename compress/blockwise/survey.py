@@ -111,7 +111,7 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
             tasks,
             lambda block: block.module,
             lambda block: None,
-            lambda block, label: BlockContext(block, state, run, opened.dtype, f"{label} survey", run.store_bytes, 0),
+            lambda block, label: BlockContext(block, state, run, opened.dtype, f"{label} survey", run.store_bytes),
             lambda block, runs: state.enter(block, shell, texts[0], texts[1] if runs else ()),
         )
     report_notes(tasks, allocations, run)

@@ -32,6 +32,7 @@ from compress.blockwise.reference import twin
 from compress.blockwise.store import ActivationStore
 from compress.blockwise.survey import SurveyTask, report_notes, run_surveys
 from compress.checkpoint.opened import OpenModel
+from compress.models.experts import unroute
 from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
@@ -39,8 +40,6 @@ from compress.passes.contract.context import Run
 from compress.passes.contract.layers import LayerResult
 from compress.passes.contract.memory import STORE_BYTES
 from compress.passes.contract.passes import BlockPass, LayerPass
-
-EXPERT_TOKENS = 128  # the statistics of an expert with fewer tokens are unreliable
 
 BlockDone = Callable[[Block, list[LayerResult]], None]
 """Called with each finished block and its results while its weights are in memory."""
@@ -60,7 +59,6 @@ class Sweep:
         probe: one sequence that runs with the batches, for proofs and the final comparison.
         run: the run.
         store_bytes: size limit of activations in memory.
-        expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
         is_last_segment: whether no segment follows.
         shell: the model around its blocks.
         allocated: results of the surveys, by label and full name of the layer.
@@ -74,7 +72,6 @@ class Sweep:
     probe: Batch
     run: Run
     store_bytes: int = STORE_BYTES
-    expert_tokens: int = EXPERT_TOKENS
     is_last_segment: bool = True
     shell: ModelShell = field(init=False)
     allocated: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
@@ -214,6 +211,8 @@ class Sweep:
         reference: ActivationStore | None = None  # the uncompressed model's activations after this block
         original: ActivationStore | None = None  # the outputs of the original block for the same inputs
         uncompressed = block.module if self.original is None else self._uncompressed(block)
+        if self.run.all_experts:
+            unroute(block.module)
         for label, step, names in self.steps:
             names_in_block = [
                 name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")
@@ -235,6 +234,7 @@ class Sweep:
                     results += work(is_last)
                     has_outputs = is_last
                     reference = work.reference_outputs if reference is None else reference
+        unroute(block.module, False)
         if state.unquantized:
             state.unquantized.clear()
         has_outputs &= not absorb_transforms(block, self.run, self.is_last_segment)
@@ -279,4 +279,4 @@ class Sweep:
         if reports_progress:
             blocks = len(self.opened.blocks)
             self.run.journal.add("progress", label, block.name, block=block.index, blocks=blocks, step=label)
-        return BlockContext(block, state, self.run, self.opened.dtype, label, self.store_bytes, self.expert_tokens)
+        return BlockContext(block, state, self.run, self.opened.dtype, label, self.store_bytes)

@@ -59,21 +59,31 @@ def install_policies(root: nn.Module, prefix: str, stored: StoredTensors, polici
         attention = attentions.get(f"{module_name}.".removeprefix(prefix).removesuffix("."))  # "" is the root
         if attention is None:
             raise ModelError(
-                f"model: {module_name} has no cache of keys and values; correct config.json, or fetch it again"
+                f"model: {module_name} has no cache of keys and values; correct config.json in {_folders(stored)}, or "
+                "fetch it again"
             )
-        set_policy(attention, policy, {name: _checked(policy, module_name, name, tensors) for name in policy.tensors()})
+        numbers = {name: f"{module_name}.{name}" for name in policy.tensors()}
+        set_policy(attention, policy, {name: _checked(policy, n, name, tensors, stored) for name, n in numbers.items()})
 
 
-def _checked(policy: CachePolicy, module_name: str, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A stored tensor of a policy, in the shape of its specification."""
-    full, shape = f"{module_name}.{name}", policy.tensors()[name].shape
+def _folders(stored: StoredTensors) -> str:
+    """Return the folders of the stored tensors, in words."""
+    return " and ".join(sorted({str(place.path.parent) for place in stored.files.values()}))
+
+
+def _checked(policy: CachePolicy, full: str, name: str, tensors: Mapping[str, Tensor], stored: StoredTensors) -> Tensor:
+    """Return a stored tensor of a policy, in the shape of its specification. Raises ModelError."""
+    shape = policy.tensors()[name].shape
     if full not in tensors:
-        raise ModelError(f"model: {full} is missing; write the checkpoint again")
+        raise ModelError(f"model: {full} is missing in {_folders(stored)}; write the checkpoint again")
     tensor = tensors[full]
     has_size = tensor.numel() == prod(shape)
     reason = policy.refuses(name, tensor) if has_size else f"not of shape {list(shape)}"
     if reason is not None:
-        raise ModelError(f"model: {full} is {tensor.flatten().tolist()[:4]}, {reason}; write the checkpoint again")
+        raise ModelError(
+            f"model: {full} in {stored.files[full].path} is {tensor.flatten().tolist()[:4]}, {reason}; write the "
+            "checkpoint again"
+        )
     return tensor.reshape(shape)
 
 

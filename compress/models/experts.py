@@ -84,8 +84,8 @@ class Experts(nn.Module):
         named: whether transformers reads the linears under these names.
         all_tokens: whether every expert sees all tokens, with an equal weight in addition to the router's. Probes and
             verifications use this to run every expert and to see every change of the routing.
-        unrouted: whether every expert computes all tokens, while the output is that of the routed ones, for comparisons
-            with a model that routes tokens to other experts.
+        unrouted: whether every expert computes all tokens, while the output is that of the routed ones, for statistics
+            of all tokens, and for comparisons with a model that routes tokens to other experts.
     """
 
     def __init__(self, experts: Sequence[Expert], has_stored_names: bool) -> None:
@@ -170,11 +170,11 @@ def computed_by(model: nn.Module, forward: Callable[..., Tensor]) -> Iterator[No
             del experts.forward
 
 
-def unroute(block: nn.Module) -> None:
-    """Make every expert below a module compute all tokens; the output stays that of the routed ones."""
+def unroute(block: nn.Module, unrouted: bool = True) -> None:
+    """Make every expert below a module compute all tokens, or undo it; the output is that of the routed ones."""
     for child in block.modules():
         if isinstance(child, Experts):
-            child.unrouted = True
+            child.unrouted = unrouted
 
 
 def in_experts(block: nn.Module) -> dict[str, Expert]:

@@ -14,7 +14,7 @@ from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.problems import for_all
 from compress.pipeline.formats import Check, check_formats
 from compress.pipeline.model_facts import ModelFacts
-from compress.pipeline.needs import check_imatrix, check_original, check_shared_inputs, check_teachers
+from compress.pipeline.needs import check_experts, check_imatrix, check_original, check_shared_inputs, check_teachers
 from compress.pipeline.notes import (
     calibration_notes,
     dense_notes,
@@ -80,6 +80,7 @@ CHECKS: tuple[Check, ...] = (
     check_cache,
     check_end_types,
     check_imatrix,
+    check_experts,
     check_teachers,
     check_original,
     check_shared_inputs,

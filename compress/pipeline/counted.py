@@ -76,7 +76,7 @@ def counted(recipe: Recipe, device: torch.device) -> Counted:
     unbuilt = sum((count - 1) * len(linears(b.module)) for b, count in zip(opened.blocks, counts, strict=True))
     footprint, reason, blocks = replace(footprint_of(placed), unbuilt_linears=unbuilt), "", None
     try:
-        blocks = tuple(block_works(opened, counts, footprint.length))
+        blocks = tuple(block_works(opened, counts, footprint.length, footprint.recipe.calibration.experts == "all"))
     except ModelError as error:
         reason = str(error)
     return Counted(footprint, counts, dense, checkpoint, blocks, reason, (*resolved.form.notes, *notes))

@@ -360,6 +360,8 @@ class Footprint:
     def _routed_rows(self) -> int | None:
         """The rows that all experts of a block get together; None if it is not known."""
         model = self.opened.model
+        if self.recipe.calibration.experts == "all":
+            return None
         if model not in CHOSEN:
             try:
                 CHOSEN[model] = experts_per_token(model)

@@ -168,6 +168,7 @@ def run_of(resolved: ResolvedRecipe, journal: Journal, **services: Any) -> Run:
     recipe, objective = resolved.recipe, resolved.objective
     stored = recipe.seed, resolved.format, recipe.save.sparse
     own = {"source_codes": resolved.opened.weights.source_codes, "importance": importance_of(resolved)}
+    own |= {"all_experts": recipe.calibration.experts == "all", "expert_tokens": recipe.calibration.expert_tokens}
     services = own | services
     return Run(resolved.opened.device, resolved.storage, *stored, journal, lm_objective=objective, **services)
 

@@ -75,13 +75,14 @@ class Workload:
     unknown: tuple[str, ...] = ()
 
 
-def block_works(opened: OpenModel, counts: Sequence[int], length: int) -> list[BlockWork]:
+def block_works(opened: OpenModel, counts: Sequence[int], length: int, all_experts: bool = False) -> list[BlockWork]:
     """Count the forward pass of each block for one sequence.
 
     Args:
         opened: the model; no weights are read.
         counts: how many blocks each block stands for.
         length: tokens of the sequence.
+        all_experts: whether every expert computes all tokens.
 
     Raises:
         ModelError: if the model does not run without data, or has two stacks of blocks.
@@ -102,6 +103,14 @@ def block_works(opened: OpenModel, counts: Sequence[int], length: int) -> list[B
                 shares[product.module] += _tokens(product) / length
                 stages[product.module] = attentions
             attentions += product.kind == "attention"
+        if all_experts:
+            further = sum(
+                product.operations * (1 / shares[product.module] - 1)
+                for product in inside
+                if 0 < shares.get(product.module, 1) < 1
+            )
+            sequence += Work(products=further)
+            shares = {name: 1.0 if share else 0.0 for name, share in shares.items()}
         works.append(BlockWork(block, count, sequence, shares, stages))
     return works
 

@@ -72,6 +72,16 @@ class Calibration(Options, TextSource):
     )
     length: int | None = Field(default=512, gt=1, description="tokens per sequence; null: those of a .npy file")
     batch: int = Field(default=4, gt=0, description="sequences per forward pass")
+    experts: Literal["routed", "all"] = Field(
+        default="routed",
+        description="tokens of an expert: those that the router sends to it, or all; the output of the block is that "
+        "of the routed experts",
+    )
+    expert_tokens: int = Field(
+        default=128,
+        ge=0,
+        description="an expert with fewer tokens is named in a warning; its statistics are unreliable",
+    )
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -118,7 +128,7 @@ class Calibration(Options, TextSource):
         return GivenCalibration(source=PYTHON, data=data, **self._shape())
 
     def _shape(self) -> dict[str, Any]:
-        return self._stated(("sequences", "length", "batch"))
+        return self._stated(("sequences", "length", "batch", "experts", "expert_tokens"))
 
     def _stated(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names if name in self.model_fields_set}

@@ -376,10 +376,10 @@ def stored(folder, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: stored(f, lambda t: t.pop(f"{ATTENTION}.k_scale")), f"{ATTENTION}.k_scale is missing"),
+        (lambda f: stored(f, lambda t: t.pop(f"{ATTENTION}.k_scale")), f"{ATTENTION}.k_scale is missing in "),
         (
             lambda f: stored(f, lambda t: t[f"{ATTENTION}.v_scale"].zero_()),
-            r"v_scale is \[0.0\], not one positive number",
+            r"v_scale in .* is \[0.0\], not one positive number",
         ),
         (lambda f: described(f, lambda c: {**c, "model.layers.9.self_attn": c[ATTENTION]}), "9.self_attn has no cache"),
         (

@@ -62,6 +62,8 @@ class Run:
             calibrated on the original block; None: those of all layers.
         recomputes: whether a pass with `true_sequential` computes the activations inside of a block again for each
             input, instead of holding those of all batches; passes that compare with the uncompressed model hold them.
+        all_experts: whether every expert sees all calibration tokens, instead of those that the router sends to it.
+        expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -83,6 +85,8 @@ class Run:
     store_bytes: int = STORE_BYTES
     inputs_at_once: int | None = None
     recomputes: bool = False
+    all_experts: bool = False
+    expert_tokens: int = 128
     source_codes: Callable[[str], SourceCodes | None] = no_codes
     importance: Callable[[str, str, int], Tensor | None] = no_codes
 

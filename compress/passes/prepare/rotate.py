@@ -342,6 +342,6 @@ def _contexts(model: PreTrainedModel, batch: Batch, run: Run, label: str) -> Ite
     state = capture_inputs(ModelShell(opened), batch, [], STORE_BYTES, run.work)
     for block in opened.blocks:
         run.journal.add("progress", label, f"values of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, opened.dtype, label, STORE_BYTES, 0)
+        context = BlockContext(block, state, run, opened.dtype, label, STORE_BYTES)
         yield context
         context.propagate_probe()

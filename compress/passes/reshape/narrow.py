@@ -262,7 +262,7 @@ def _contexts(model: PreTrainedModel, run: Run, label: str, kind: str) -> Iterat
     state = capture_inputs(ModelShell(opened), *inputs, run.store_bytes, run.work)
     for block in opened.blocks:
         run.journal.add("progress", label, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, opened.dtype, label, run.store_bytes, 0)
+        context = BlockContext(block, state, run, opened.dtype, label, run.store_bytes)
         yield context
         context.propagate()
         context.propagate_probe()

@@ -183,7 +183,8 @@ def llamacpp_chart() -> SizeChart:
 
 def divergence_chart() -> SizeChart:
     """Return size of the checkpoint against KL divergence of all chains that were measured with both."""
-    rows = [(row, part.name) for part in measured().tables for row in part.rows if row.mb and row.kl]
+    tables = [part for part in measured().tables if part.name != "cache"]  # a cache is not in the checkpoint
+    rows = [(row, part.name) for part in tables for row in part.rows if row.mb and row.kl]
     best = list(frontier([row for row, _ in rows], lambda row: (row.mb or math.nan, divergence_of(row))))
     kinds = {
         "best at its size": [row for row, _ in rows if row in best],
@@ -255,7 +256,8 @@ def speed_chart() -> SizeChart:
     points: dict[str, list[tuple[float, float, str]]] = {name: [] for name in PROGRAMS}
     for row in table("Speed on a CPU"):
         program, weights, *inputs = row["program"].split(", ")
-        points[", ".join([program, *inputs])].append((number_of(row["MB"]), number_of(row["decoding"]), weights))
+        name = weights if weights.startswith("int") else ""
+        points[", ".join([program, *inputs])].append((number_of(row["MB"]), number_of(row["decoding"]), name))
     series = [Series(name, points[name], color) for name, color in PROGRAMS.items()]
     title = "Decoding SmolLM2-135M on two CPU threads"
     return SizeChart(title, series, None, "MB of the checkpoint", "tokens per second", (20, 50, 100, 200, 400))

@@ -52,7 +52,7 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
-    "n_routed_experts": 8,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 2,
     "moe_intermediate_size": 32,
@@ -125,7 +125,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"vocab_size": 1024, "hidden_size": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0}),
     "deepseek-v2": ("deepseek_v2", {**SIZES, **LATENT, "rope_parameters": YARN}),
     "deepseek-v2-lite": ("deepseek_v2", {**SIZES, **LATENT, "q_lora_rank": None, "num_hidden_layers": 26}),
-    "deepseek-v3": ("deepseek_v3", {**SIZES, **LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "deepseek-v3": ("deepseek_v3", {**SIZES, **LATENT, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}),
     "glm4-moe-lite": (
         "glm4_moe_lite",
         {**SIZES, **LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},

@@ -235,7 +235,8 @@ def _gguf() -> Iterator[Case]:
     for scheme in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"):
         yield Case("gguf", scheme, LLAMACPP, ({"scheme": scheme},), OF_INPUTS, everywhere=True)
     for family in GGUF_FAMILIES:
-        passes = ({"rtn": {"weights": "int8", "group_size": 32}},)
+        is_latent = "kv_lora_rank" in GGUF_FAMILIES[family][1]
+        passes = ({"rtn": {"weights": "int8", "group_size": 32, "ignore": ["*.kv_b_proj"] if is_latent else []}},)
         yield Case("gguf", f"int8 32, {family}", LLAMACPP, passes, OF_INPUTS, family=family)
 
 

@@ -34,7 +34,8 @@ from compress.numerics.dtypes import DTYPES
 
 PICO = HERE.parent / "pico" / "model"
 TOKENS, SEQUENCES = 48, 8
-ALL_EXPERTS = {"num_experts_per_tok": 4}  # inputs of 8 bits change which experts a token takes, and so its logits
+ALL_EXPERTS = {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+"""Inputs of 8 bits change which experts a token takes, and so its logits."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "arc
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ALIGNMENT = 32  # gguf.h, GGUF_DEFAULT_ALIGNMENT: the bytes to which tensors are padded
 
-SPLIT = f"llama.cpp reads {LATENT} as two matrices for each head, one of them transposed, which codes of rows cannot be"
+SPLIT = f"llama.cpp reads {LATENT} as two matrices for each head and one of them transposed, as codes cannot be"
 ONE_TYPE = (
     "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
     "or format: native"

@@ -210,11 +210,12 @@ class LayerScheme:
         return parts, transforms
 
     def validate(self, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]) -> None:
-        """Check that a layer with this scheme, which is checked, can be computed from tensors that were read.
+        """Check that a layer whose tensors were read from a file can be computed.
 
         Raises:
-            ValueError: for a tensor with which it cannot, with its name.
+            ValueError: for a scheme or a tensor with which it cannot, with the name of the tensor.
         """
+        self.check()
         for prefix, component in [*zip(self.prefixes, parts, strict=True), *((INPUT, t) for t in transforms)]:
             component.validate(prefix)
 

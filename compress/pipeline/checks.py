@@ -14,9 +14,10 @@ from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.problems import for_all
 from compress.pipeline.formats import Check, check_formats
 from compress.pipeline.model_facts import ModelFacts
-from compress.pipeline.needs import check_experts, check_imatrix, check_original, check_shared_inputs, check_teachers
+from compress.pipeline.needs import check_imatrix, check_original, check_shared_inputs, check_teachers
 from compress.pipeline.notes import (
     calibration_notes,
+    check_experts,
     dense_notes,
     misread_notes,
     pass_notes,

@@ -9,10 +9,9 @@ from transformers import PreTrainedModel
 from compress.blockwise.original import needs_original
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.vocabulary import check_teacher
-from compress.errors import ModelError, RecipeError, TargetError
+from compress.errors import ModelError, TargetError
 from compress.layers.linear import linears
 from compress.layers.scheme import LayerScheme, transform_class
-from compress.models.experts import in_experts
 from compress.models.kinds.contract import text_config
 from compress.models.structure.blocks import Block, find_blocks
 from compress.passes.contract.passes import BlockPass, ModelPass, Step
@@ -28,7 +27,6 @@ from compress.pipeline.resolve import (
     with_config,
 )
 from compress.pipeline.sources import open_original, original_of
-from compress.recipe.calibration import Calibration
 from compress.recipe.schema import Recipe
 from compress.train.objective import state_pairs
 
@@ -41,17 +39,6 @@ def check_imatrix(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...
             file = own_options(step, name).requires.imatrix
             if file is not None:
                 importance(name, file, resolved.shapes[name][1])
-    return ()
-
-
-def check_experts(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
-    """Raise RecipeError for options of the calibration of experts if the model has none."""
-    calibration, defaults = resolved.recipe.calibration, Calibration()
-    stated = [name for name in ("experts", "expert_tokens") if getattr(calibration, name) != getattr(defaults, name)]
-    if stated and not any(in_experts(block.module) for block in resolved.opened.blocks):
-        raise RecipeError(
-            f"calibration {stated[0]}: {type(resolved.opened.model).__name__} has no experts; leave it out"
-        )
     return ()
 
 

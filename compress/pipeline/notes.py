@@ -1,4 +1,4 @@
-"""Notes of a plan: copied tensors, bits above those of the grid, pruning that saves no bytes, too little text."""
+"""Notes of a plan: copied tensors, bits above those of the grid, pruning that saves no bytes, calibration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 
 from compress.blockwise.quantized_embeddings import embeddings_of
 from compress.checkpoint.formats.base import Format
+from compress.errors import RecipeError
 from compress.layers.names import kind_of
 from compress.layers.scheme import LayerScheme
+from compress.models.experts import in_experts
 from compress.passes.contract.facts import ANY_LAYER
 from compress.passes.contract.observers import Gram
 from compress.passes.contract.passes import LayerPass
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.resolve import ResolvedRecipe
+from compress.recipe.calibration import Calibration
 from compress.recipe.tables import megabytes
 
 NOTABLE = 1.03  # ratio of stored to nominal bits per weight that a note states
@@ -171,6 +174,17 @@ def calibration_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
                 f"hold for this text alone; use at least sequences: {needed}"
             )
     return notes
+
+
+def check_experts(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
+    """Raise RecipeError for options of the calibration of experts if the model has none."""
+    calibration, defaults = resolved.recipe.calibration, Calibration()
+    stated = [name for name in ("experts", "expert_tokens") if getattr(calibration, name) != getattr(defaults, name)]
+    if stated and not any(in_experts(block.module) for block in resolved.opened.blocks):
+        raise RecipeError(
+            f"calibration {stated[0]}: {type(resolved.opened.model).__name__} has no experts; leave it out"
+        )
+    return ()
 
 
 def transform_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:

@@ -7,8 +7,6 @@ in 16 bits two right models differ by more than their roundings where a router i
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor, nn
 
@@ -16,22 +14,18 @@ from compress.checkpoint.opened import OpenModel
 from compress.errors import CannotRun, ModelError, one_line
 from compress.kernels.dispatch import plain_torch
 from compress.layers.linear import CompressedLinear
-from compress.models.experts import in_experts
 from compress.models.forward import logits_of
 from compress.models.kinds.batch import Batch
 from compress.passes.contract.journal import Journal
-from compress.passes.contract.memory import available_bytes
 from compress.pipeline.model_facts import ModelFacts
 from compress.pipeline.readers import OWN, unreadable
 from compress.pipeline.resolve import ResolvedRecipe
+from compress.pipeline.second_copy import too_large
 from compress.pipeline.sources import open_start
 from compress.pipeline.verify import ROUNDED_TOLERANCE, TOLERANCE, runnable, transformers_model
 from compress.recipe.schema import Recipe
-from compress.recipe.tables import megabytes
 
 TOKENS = 16
-SMALL_BYTES = 1 << 26
-"""A model of this size is opened twice, also where the plan of the run needs less memory."""
 
 
 def note_on_reference(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
@@ -56,7 +50,7 @@ def check_source(opened: OpenModel, batch: Batch, recipe: Recipe, planned_bytes:
         opened = open_start(recipe.model_copy(update={"dtype": "float32"}), opened.device)
     checkpoint = opened.weights.checkpoint
     assert checkpoint is not None
-    reason = _too_large(opened, planned_bytes)
+    reason = too_large(opened, planned_bytes)
     if reason is None:
         try:
             theirs = transformers_model(
@@ -135,17 +129,3 @@ def _dequantization(opened: OpenModel, batch: Batch, logits: Tensor) -> tuple[se
             for handle in handles:
                 handle.remove()
     return dtypes, effect
-
-
-def _too_large(opened: OpenModel, planned_bytes: int) -> str | None:
-    """Return why a second copy of the model does not fit into the memory of the run; None if it does."""
-    checkpoint = opened.weights.checkpoint
-    shapes = [tensor.shape for tensor in opened.model.state_dict(keep_vars=True).values()]
-    one_file = checkpoint is not None and checkpoint.format is not None and checkpoint.format.file is not None
-    element_bytes = opened.dtype.itemsize + (torch.float32.itemsize if one_file else 0)  # dequantized, then cast
-    stacks = 2 if any(in_experts(block.module) for block in opened.blocks) else 1  # the matrices, and their stacks
-    needed_bytes = sum(map(prod, shapes)) * element_bytes * stacks
-    most = min(max(planned_bytes, SMALL_BYTES), available_bytes(opened.device) // 2)
-    return (
-        f"it takes {megabytes(needed_bytes)} MB, the run {megabytes(planned_bytes)} MB" if needed_bytes > most else None
-    )

@@ -132,6 +132,8 @@ def test_what_is_known_is_listed(run, pico):
         "seconds",
         "peak_mb",
         "bits",
+        "mb",
+        "by_position",
     }
     assert all(set(row) == {"name", "summary", "passes", "save"} for row in document("schemes"))
     devices = document("roofline", "--devices")

@@ -44,7 +44,7 @@ def test_a_second_copy_that_takes_more_memory_than_the_run_is_not_made(recipe, t
     model.save_pretrained(tmp_path / "model")
     opened, asked = open_model(str(tmp_path / "model")), recipe(RTN, model=str(tmp_path / "model"))
     size = sum(4 * tensor.numel() for tensor in model.state_dict().values()) * (1 if family == "llama" else 2)
-    monkeypatch.setattr("compress.pipeline.reference.SMALL_BYTES", 0)
+    monkeypatch.setattr("compress.pipeline.second_copy.SMALL_BYTES", 0)
     for planned, told in ((size, False), (size - 1, True)):
         check_source(opened, Batch({"input_ids": torch.arange(8)[None]}, None), asked, planned, journal := Journal())
         assert [note.startswith("its outputs were not compared") for note in notes(journal)] == [True] * told

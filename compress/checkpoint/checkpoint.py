@@ -44,6 +44,7 @@ from compress.layers.scheme import LayerScheme
 from compress.models.caches.base import CachePolicy, tensor_names
 from compress.models.computation import compute_dtype, inference_dtype, kept_dtype, reads_weight, to_device
 from compress.models.experts import open_experts, renamed, unstacked
+from compress.models.quiet import one_thread_at_a_time
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import End, find_ends, replace_end, tie
 from compress.models.tensors import assign
@@ -212,6 +213,7 @@ class Checkpoint:
         """A digest of config.json and samples of the weights."""
         return fingerprint_of(self.folder, sorted({place.path for place in self.stored.values()}))
 
+    @one_thread_at_a_time
     def skeleton(self) -> PreTrainedModel:
         """Return the model, without weights until they are brought; experts are linears. It is built once."""
         if self._model is None:
@@ -399,6 +401,7 @@ class Checkpoint:
         """Bring the tensors of a block into its module (`StoredLayers.bring`)."""
         self.layers.bring(block, masked, reading)
 
+    @one_thread_at_a_time
     def outside(self, blocks: Collection[Block], reading: Reading, narrow_ends: bool = False) -> dict[str, End]:
         """Bring the tensors outside of the blocks into the model.
 
@@ -432,6 +435,7 @@ class Checkpoint:
         self.layers.fill(model, "", schemes, reading)
         return ends
 
+    @one_thread_at_a_time
     def fill(self) -> PreTrainedModel:
         """Bring all weights into the model for inference, and return it. Raises ModelError."""
         if self.places is None:
@@ -454,6 +458,7 @@ class Checkpoint:
         vars(model)[UNDECLARED] = self.undeclared
         return model
 
+    @one_thread_at_a_time
     def converted(self) -> PreTrainedModel:
         """Load a dense model with transformers, which converts stored layouts to those of the model.
 

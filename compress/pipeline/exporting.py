@@ -10,7 +10,7 @@ from compress.pipeline.convert import Exported, ExportOptions, export_checkpoint
 from compress.pipeline.runtime_check import RuntimeCheck
 
 RUNTIME_EXPORTS = {form.name: form for form in (onnx.EXPORT, openvino.EXPORT)}
-"""The exports for programs that have files of their own, by name."""
+"""The exports for programs that read other files, by name."""
 
 
 def export_checked(

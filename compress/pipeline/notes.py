@@ -1,4 +1,4 @@
-"""Notes of a plan: copied tensors, bits above those of the grid, pruning that saves no bytes, calibration."""
+"""Notes of a plan: copied tensors, stored bits, pruning that saves no bytes; and checks of the calibration."""
 
 from __future__ import annotations
 
@@ -168,10 +168,10 @@ def calibration_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         observes = isinstance(step, LayerPass) and issubclass(step.observer, Gram)
         widest = max((facts[name].scheme.shape[1] for name in names if name in facts), default=0)
         if observes and tokens < widest:
-            needed = -(-widest // calibration.length)
+            least_sequences = -(-widest // calibration.length)
             notes.append(
                 f"{label}: calibration has {tokens:,} tokens for layers of up to {widest:,} inputs, so the fit may "
-                f"hold for this text alone; use at least sequences: {needed}"
+                f"hold for this text alone; use at least sequences: {least_sequences}"
             )
     return notes
 

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress.errors import CompressError, ModelError, NumericError, TargetError
 from compress.layers.linear import linears, replace_linear
 from compress.models.experts import open_experts
+from compress.models.quiet import BUILDING
 from compress.models.reshape.reconfigure import sketch, tensors, with_blocks
 from compress.models.structure.links import block_signature
 from compress.numerics.quant.codes import quantize
@@ -125,7 +126,7 @@ def _numbers(model: PreTrainedModel) -> int:
 def _random(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of a configuration with random weights, the same at every call; the global random state stays."""
     kind = getattr(model.config, "_attn_implementation", None)
-    with torch.random.fork_rng(devices=[]):
+    with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         random_model = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=kind)
         for parameter in random_model.requires_grad_(False).parameters():

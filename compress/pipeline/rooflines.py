@@ -30,6 +30,7 @@ from compress.models.computation import inference_dtype
 from compress.models.experts import open_experts
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import described
+from compress.models.quiet import BUILDING
 from compress.models.reshape.reconfigure import with_blocks
 from compress.models.structure.blocks import has_two_stacks
 from compress.pipeline.model_facts import facts_of, planned_policies
@@ -172,7 +173,7 @@ def calibrated(state: State, machine: Device, batch: int, context: int) -> Devic
 def _filled(state: State, indices: list[int]) -> PreTrainedModel:
     """Return a model of these blocks in memory as `compress.load` makes it; all dense weights are one small number."""
     opened, dtype = state.opened, state.dtype
-    with no_init_weights():
+    with BUILDING, no_init_weights():
         config = with_blocks(_sketched(opened, opened.config, dtype), indices)
         model = type(opened.model)._from_config(config, dtype=dtype)
     for parameter in model.parameters():
@@ -226,7 +227,7 @@ def _side(state: State, dtype: torch.dtype, device: Device, batch: int, context:
 
 def _sketched(opened: OpenModel, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a configuration on device meta, in evaluation mode."""
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         model = type(opened.model)(config)
     model.tie_weights()
     open_experts(model)

@@ -1,4 +1,4 @@
-"""Export a checkpoint to a program that has files of its own: convert, run the result once, compare, write its card.
+"""Export a checkpoint to a program that reads other files: convert, run the result once, compare, write its card.
 
 What the programs differ in is a value, `RuntimeExport`, of `onnx.py` and `openvino.py`. Their libraries run in
 processes of their own (`onnx_process.py`, `openvino_process.py`).

@@ -73,8 +73,10 @@ def test_a_pass_that_is_not_divided_has_all_sequences_in_each_process(processes,
     text = ids(4, 8)
     seen.clear()
 
+    models = [tiny("llama", num_hidden_layers=2) for _ in range(processes)]  # no thread builds one beside another
+
     def work(each):
-        opened = in_memory(tiny("llama", num_hidden_layers=2))
+        opened = in_memory(models[each.rank])
         steps = [Seen(count=1)]
         resolved = resolve(compress.Recipe(model="pico", passes=steps, save={"format": "native"}, eval=None), opened)
         examples = Examples.of_ids(text)

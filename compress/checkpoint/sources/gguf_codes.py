@@ -102,11 +102,11 @@ def _describe(path: Path) -> None:
     model = empty_model(folder, config, torch.float32, False)
     open_experts(model)
     parts = dict(_parts(model, architecture))
-    known = {name for names in parts.values() for name in names}
-    check_none_missing(header, known - set(types))
-    check_none_unread(header, set(types) - known - replaced)
-    whole = {full: name for full, names in parts.items() for name in names if len(names) == 1}
-    schemes = dict(_schemes(model, whole, types))
+    file_names = {name for names in parts.values() for name in names}
+    check_none_missing(header, file_names - set(types))
+    check_none_unread(header, set(types) - file_names - replaced)
+    undivided = {full: name for full, names in parts.items() for name in names if len(names) == 1}
+    schemes = dict(_schemes(model, undivided, types))
     entries = {}
     for full, values_by_name in parts.items():
         is_packed = full.removesuffix(".weight") in schemes

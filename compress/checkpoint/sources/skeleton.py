@@ -19,6 +19,7 @@ from compress.checkpoint.sources.untrusted import check_config, check_folder, re
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.models.computation import HALVES, mark_kept, mark_read
 from compress.models.kinds.contract import own_classes
+from compress.models.quiet import BUILDING
 
 TRUST = "set trust_remote_code: true to run it, if you trust its author"
 
@@ -118,7 +119,7 @@ def _built(
         without_data: as of `limited`.
     """
     # no_init_weights skips random initialization: 5 ms per linear
-    with init_empty_weights(), no_init_weights(), limited(folder, without_data):
+    with BUILDING, init_empty_weights(), no_init_weights(), limited(folder, without_data):
         try:
             return call_foreign(kind._from_config, config, dtype=dtype)
         except CannotRun as error:

@@ -21,6 +21,7 @@ from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.linear import CompressedLinear
 from compress.models.computation import to_device
 from compress.models.experts import open_experts
+from compress.models.quiet import BUILDING
 from compress.models.structure.blocks import find_blocks
 from compress.models.tensors import assign
 
@@ -65,7 +66,7 @@ def changed(config: PretrainedConfig, edits: Mapping[Path, Any]) -> PretrainedCo
 def sketch(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel | None:
     """Return the model of another configuration on the meta device; None when its class cannot build it."""
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             empty_model = call_foreign(type(model)._from_config, copy.deepcopy(config))
     except CannotRun:
         return None
@@ -154,7 +155,7 @@ def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str
     """
     weight = next(iter(weights.values()))
     kind = getattr(model.config, "_attn_implementation", None)
-    with init_empty_weights(), no_init_weights():
+    with BUILDING, init_empty_weights(), no_init_weights():
         new = type(model)._from_config(copy.deepcopy(config), dtype=weight.dtype, attn_implementation=kind)
     open_experts(new)
     tied = set(getattr(new, "all_tied_weights_keys", None) or {})

@@ -86,7 +86,7 @@ class Run:
     inputs_at_once: int | None = None
     recomputes: bool = False
     all_experts: bool = False
-    expert_tokens: int = 128
+    expert_tokens: int = 0
     source_codes: Callable[[str], SourceCodes | None] = no_codes
     importance: Callable[[str, str, int], Tensor | None] = no_codes
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tolerances import near
-from transformers import AutoModelForCausalLM, GptOssConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 
 import compress
 from compress.checkpoint.opening import open_model
@@ -118,6 +120,16 @@ def test_streaming_brings_each_block_for_its_own_forward_pass_only(pico, ids):
 def test_tied_weights_stay_tied(pico):
     model = open_model(pico).model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_threads_that_open_models_leave_classes_as_they_were(pico, tiny_folder):
+    """accelerate and transformers replace functions of torch and of their classes while a model is built."""
+    functions = lambda: (nn.Module.register_parameter, PreTrainedModel.tie_weights, torch.linspace)  # noqa: E731
+    before, sources = functions(), [pico, tiny_folder("mixtral")] * 4
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(lambda source: compress.load(source)[0], sources))
+    assert functions() == before and not nn.Linear(2, 2).weight.is_meta
+    assert not any(parameter.is_meta for model in models for parameter in model.parameters())
 
 
 def test_weights_that_are_a_link_to_nothing(folder):

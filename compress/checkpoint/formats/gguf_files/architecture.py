@@ -112,11 +112,11 @@ class Architecture:
     def _refuses_latent(self, config: PretrainedConfig) -> str | None:
         """Why llama.cpp does not compute the latent attention or the experts of a model, or None."""
         rope = rope_of(config)
-        scale, whole = rope.get("mscale"), rope.get("mscale_all_dim")
-        if rope.get("rope_type") == "yarn" and (not scale or scale != whole):
+        mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        if rope.get("rope_type") == "yarn" and (not mscale or mscale != mscale_all_dim):
             return (
-                f"its rotary embedding has mscale {scale} and mscale_all_dim {whole}, but llama.cpp computes with two "
-                "equal numbers above 0"
+                f"its rotary embedding has mscale {mscale} and mscale_all_dim {mscale_all_dim}, but llama.cpp computes "
+                "with two equal numbers above 0"
             )
         if getattr(config, "q_lora_rank", None) is None and config.num_hidden_layers not in WITHOUT_QUERY_RANK:
             numbers = " or ".join(map(str, WITHOUT_QUERY_RANK))

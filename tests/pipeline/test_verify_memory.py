@@ -19,7 +19,7 @@ def short_of_memory(monkeypatch):
     """short_of_memory(bytes): that much is available."""
 
     def limit(size: int):
-        for module in ("verify", "reference"):
+        for module in ("verify", "second_copy"):
             monkeypatch.setattr(f"compress.pipeline.{module}.available_bytes", lambda device: size)
 
     return limit

@@ -12,14 +12,15 @@ from torch import Tensor
 from compress.numerics.linalg import DAMPING, SHRINKAGE, Regularization, factor_operations
 from compress.passes.contract.counted_work import CountedWork
 from compress.passes.contract.observers import CrossGram, Gram, Observer, UnitCrossGram, UnitGram
+from compress.passes.contract.options import Options
 from compress.passes.contract.passes import LayerPass
 from compress.roofline.work import Work
 
 ALPHA = 0.25  # as other programs: the whole correction fits the calibration tokens too closely
 
 
-class RegularizedPass(LayerPass):
-    """A layer pass that inverts the Hessian of the layer's inputs."""
+class Regularized(Options):
+    """The options of passes that invert the Hessian of a layer's inputs."""
 
     damping: float = Field(
         default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
@@ -38,39 +39,24 @@ class RegularizedPass(LayerPass):
         return Regularization(self.damping, self.shrinkage)
 
 
-class HessianPass(RegularizedPass):
-    """A layer pass that weighs errors of the weight by the Hessian of the layer's inputs."""
-
-    normalize_tokens: bool | None = Field(
-        default=None,
-        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
-        "attention sinks after a norm, count as much as others; default: false for pruning, otherwise true",
-    )
-
-    normalizes: ClassVar[bool] = True
-    """Whether tokens are normalized unless the recipe says otherwise."""
-
-    @property
-    def hessian(self) -> type[Gram]:
-        """The statistics of the inputs by which errors are weighed."""
-        normalized = self.normalizes if self.normalize_tokens is None else self.normalize_tokens
-        return UnitGram if normalized else Gram
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
-
-
-class CompensatingPass(CountedWork, HessianPass):
+class CompensatingPass(CountedWork, Regularized, LayerPass):
     """A layer pass that fits the layer's output on the calibration inputs.
 
     Attributes:
+        normalizes: whether tokens are normalized unless the recipe says otherwise.
         error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in
             the compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is V = W X~
             X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant. V fits the calibration tokens closely,
             so the pass starts from W + alpha (V - W).
     """
 
+    normalizes: ClassVar[bool] = True
+
+    normalize_tokens: bool | None = Field(
+        default=None,
+        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
+        "attention sinks after a norm, count as much as others; default: false for pruning, otherwise true",
+    )
     error: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
         description="target of the layer's output: 'symmetric': of the original weight on the same inputs; "
@@ -90,10 +76,14 @@ class CompensatingPass(CountedWork, HessianPass):
     @property
     def hessian(self) -> type[Gram]:
         """The statistics of the inputs by which errors are compensated."""
-        observer = super().hessian
+        normalized = self.normalizes if self.normalize_tokens is None else self.normalize_tokens
         if self.error == "symmetric":
-            return observer
-        return UnitCrossGram if issubclass(observer, UnitGram) else CrossGram
+            return UnitGram if normalized else Gram
+        return UnitCrossGram if normalized else CrossGram
+
+    @property
+    def observer(self) -> type[Observer]:
+        return self.hessian
 
     def shared_work(self, width: int) -> Work:
         """Count the factor of the inverse Hessian, and with an asymmetric error `CrossGram.shift`, two products."""

@@ -26,7 +26,7 @@ from compress.passes.contract.facts import Effects, Fact, MakeObserver, Requirem
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax
 from compress.passes.contract.options import INHERITED, Override, read_overrides
-from compress.passes.contract.passes import ActivationScale, LayerPass, SizedPass, SizeTarget, Survey
+from compress.passes.contract.passes import ActivationScale, LayerPass, Pass, SizedPass, SizeTarget, Survey
 from compress.passes.families.bits import (
     Bits,
     BitsTarget,
@@ -64,7 +64,7 @@ ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
 InputGrid = Literal["none", "int8", "fp8_e4m3", "int4", "mxfp4", "nvfp4", "mxfp8"]
 
 
-class Quantizing(SizedPass, WeightGrid):
+class Quantizing(SizedPass, WeightGrid, Pass):
     """The common options of all quantizing passes."""
 
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from compress.numerics.quant.codes import GroupSize
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.passes.contract.facts import Effects
-from compress.passes.contract.passes import Pass
+from compress.passes.contract.options import Options
 
 
 def _grid(value: Any) -> Any:
@@ -55,7 +55,7 @@ def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
         )
 
 
-class WeightGrid(Pass):
+class WeightGrid(Options):
     """The options of the weights' grid, for passes that quantize and passes that prepare quantization."""
 
     chooses_runs: ClassVar[bool] = False

@@ -24,13 +24,14 @@ from compress.passes.contract.facts import Effects, Fact, Requirements
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
-from compress.passes.families.compensation import RegularizedPass
+from compress.passes.contract.passes import LayerPass
+from compress.passes.families.compensation import Regularized
 from compress.passes.families.weight_grid import GridName
 
 RANK = 16
 
 
-class LoRC(RegularizedPass):
+class LoRC(Regularized, LayerPass):
     """Add a low-rank correction of the rounding error to layers that an earlier pass quantized.
 
     Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed. The

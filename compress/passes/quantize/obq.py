@@ -20,7 +20,7 @@ from compress.passes.contract.facts import Effects
 from compress.passes.contract.layers import Layer
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Observer
-from compress.passes.families.compensation import RegularizedPass
+from compress.passes.families.compensation import Regularized
 from compress.passes.families.quantizing import QuantizingPass
 
 NUMBERS_PER_SECOND = 4e8  # measured on one core; to estimate the time of a layer
@@ -28,7 +28,7 @@ FAR = 1e6  # scales beyond the ends of every grid
 HOURS = 2.0  # default of `limit`
 
 
-class OBQ(RegularizedPass, QuantizingPass):
+class OBQ(Regularized, QuantizingPass):
     """Quantize one weight after the other, compensated by all remaining weights of its row; slow, for small layers.
 
     Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method. Scales are

@@ -21,11 +21,12 @@ from compress.passes.contract.facts import Effects, Fact
 from compress.passes.contract.layers import Layer, Solution
 from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import Gram, Nothing, Observer
-from compress.passes.families.compensation import RegularizedPass
+from compress.passes.contract.passes import LayerPass
+from compress.passes.families.compensation import Regularized
 from compress.passes.families.weight_grid import GroupSizeOption
 
 
-class Olive(RegularizedPass):
+class Olive(Regularized, LayerPass):
     """Store weights in 4 bits; an outlier also takes the bits of its neighbor, which becomes zero.
 
     Neighboring columns form pairs (section 3 of the paper).

@@ -11,6 +11,7 @@ from compress.layers.parts.pairs import PairsScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import RoundingScheme
 from compress.numerics.quant.grids import GRIDS
+from compress.passes import PASSES
 from compress.passes.contract.facts import Effects
 from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass
 
@@ -115,6 +116,16 @@ def test_the_sizes_of_a_pass_have_at_most_twelve_methods():
     }
     assert {"effects", "requires", "solve", "solve_block", "apply"} <= methods
     assert len(methods) <= 12
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_at_most_three_classes_stand_between_a_pass_and_the_contract(name):
+    """A family with more options is composed of them (`Regularized`, `WeightGrid`, `Pruning`), not a further level."""
+
+    def height(cls):
+        return 1 + max(height(base) for base in cls.__bases__ if issubclass(base, Pass)) if cls is not Pass else 0
+
+    assert height(PASSES[name]) - 1 <= 3
 
 
 def test_transforms_that_may_stay_replace_those_of_their_kind():

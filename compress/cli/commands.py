@@ -11,7 +11,7 @@ import click
 from compress.cli.complete import complete_pruning, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.model_free import check_model_free, quantize_tensors
-from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
+from compress.cli.options import MEMORY, MODEL, RECIPE, Fraction, output_options, recipe_options, settings_of
 from compress.cli.paths import UserPath
 from compress.cli.show import echo, print_hardware_plan, print_json, print_plan, print_report
 from compress.recipe.shipped import find_recipe
@@ -117,7 +117,9 @@ def quantize(
     """Quantize MODEL by a scheme: a tested chain of passes."""
     from compress.recipe import starts
 
-    if size is None and (scheme is None) == (bits is None):
+    if scheme is not None and bits is not None:
+        raise click.UsageError(f"--bits {bits} replaces a scheme; leave out --scheme {scheme}, or --bits")
+    if size is None and scheme is None and bits is None:
         raise click.UsageError("write --scheme, such as --scheme W4A16, or --bits, such as --bits 4 --group-size 128")
     if group_size is not None and scheme is not None:
         raise click.UsageError("--group-size is an option of --bits; a scheme has its own groups")
@@ -140,7 +142,11 @@ def quantize(
 @main.command()
 @click.argument("model")
 @click.option("--pattern", help="Pattern of the zeros: row, layer, N:M such as 2:4, or blocks such as 4x1.")
-@click.option("--sparsity", type=float, help="Fraction of weights to remove; an N:M pattern fixes it.  [default: 0.5]")
+@click.option(
+    "--sparsity",
+    type=Fraction(),
+    help="Fraction of weights to remove, such as 0.5 or 50%; an N:M pattern fixes it.  [default: 0.5]",
+)
 @click.option(
     "--method", default="sparsegpt", show_default=True, shell_complete=complete_pruning, help="The pass that prunes."
 )

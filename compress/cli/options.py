@@ -44,6 +44,23 @@ OF_A_TEXT = (
 )
 """Options of a calibration text, which another text does not take over."""
 
+
+class Fraction(click.ParamType):
+    """A number such as 0.5, or a percentage such as 50%."""
+
+    name = "fraction"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number that a text states."""
+        if isinstance(value, float):
+            return value
+        text = str(value).strip()
+        try:
+            return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            self.fail(f"{text!r} is no fraction; write a number such as 0.5, or 50%", param, ctx)
+
+
 NEGATIONS = ("no", "off", "false", "null", "0")
 
 FAIL_IF = click.option(

@@ -51,7 +51,9 @@ def quantize_line(
     """
     if size is not None or (scheme or "").lower() == SIZED:
         return _sized_line(model, scheme, bits, group_size, size)
-    if (scheme is None) == (bits is None):
+    if scheme is not None and bits is not None:
+        raise RecipeError(f"bits: replace a scheme; leave out bits={bits}, or scheme={scheme!r}")
+    if scheme is None and bits is None:
         raise RecipeError("scheme: write one, such as scheme='W4A16', or bits, such as bits=4, group_size=128")
     if scheme is not None and group_size is not None:
         raise RecipeError("group_size: is an option of bits; a scheme has its own groups")

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import compress
 from compress import RTN, Recipe, cli
 from compress.errors import CalibrationError, ModelError, RecipeError, UserError
 from compress.pipeline.generate import Answering, generate_text
+from compress.recipe import starts
 
 PROMPT = "The with statement is used to"
 
@@ -71,6 +73,24 @@ def test_bits_and_group_size_are_a_scheme(pico, tmp_path, monkeypatch):
     assert (step.key(), step.weights, step.group_size) == ("gptq", "int4", 32)
     for wrong in ((), ("--bits", 4, "--scheme", "W4A16"), ("--scheme", "W4A16", "--group-size", 32)):
         assert call("quantize", pico, *wrong).exit_code == 2
+
+
+def test_bits_replace_a_scheme(pico):
+    done = call("quantize", pico, "--scheme", "W4A16", "--bits", "4")
+    assert done.exit_code == 2 and "--bits 4 replaces a scheme; leave out --scheme W4A16, or --bits" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("0.5", 0.5), ("50%", 0.5), ("12.5%", 0.125), ("50 %", 0.5)])
+def test_a_sparsity_is_a_number_or_a_percentage(text, fraction, pico, monkeypatch):
+    asked = []
+    monkeypatch.setattr(starts, "prune_line", lambda *args: asked.append(args) or sys.exit())
+    call("prune", pico, "--sparsity", text)
+    assert [sparsity for _, _, _, sparsity in asked] == [fraction]
+
+
+def test_no_sparsity_is_named(pico):
+    done = call("prune", pico, "--sparsity", "half")
+    assert done.exit_code == 2 and "'half' is no fraction; write a number such as 0.5, or 50%" in done.stderr
 
 
 def test_a_complete_run_says_so(recipe, tmp_path):

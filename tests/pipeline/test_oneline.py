@@ -62,7 +62,7 @@ def test_the_default_folder_is_that_of_the_command(pico, texts, tmp_path, monkey
     ("arguments", "message"),
     [
         ({}, "scheme: write one, such as scheme='W4A16', or bits"),
-        ({"scheme": "W4A16", "bits": 4}, "scheme: write one"),
+        ({"scheme": "W4A16", "bits": 4}, "bits: replace a scheme; leave out bits=4, or scheme='W4A16'"),
         ({"scheme": "W4A16", "group_size": 32}, "group_size: is an option of bits"),
         ({"scheme": "W4A17"}, "W4A16"),
         ({"bits": 4, "settings": {"passes.0.gptq.dampng": 1}}, "settings passes.0.gptq.dampng: .*damping"),

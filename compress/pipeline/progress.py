@@ -110,6 +110,8 @@ class ProgressDisplay:
             return
         self.end_stage()
         figures = entry.figures
+        if entry.where == "evaluate":
+            self._complete("blocks")
         if "block" in figures:
             self._show("blocks", f"{entry.message}  {figures['step']}", figures["block"], figures["blocks"])
         elif "of" in figures:

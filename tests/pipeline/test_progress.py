@@ -53,6 +53,18 @@ def test_a_line_per_tenth_where_there_is_no_terminal():
     ]
 
 
+def test_blocks_are_complete_before_the_evaluation_begins():
+    file, journal = io.StringIO(), Journal()
+    with shown_progress(journal, Console(file=file, width=100, markup=False)):
+        journal.add("progress", "gptq", "model.layers.2", block=2, blocks=3, step="gptq")
+        journal.add("progress", "evaluate", "perplexity of the base model", done=2, of=2)
+    assert file.getvalue().splitlines() == [
+        "model.layers.2  gptq  2/3",
+        "model.layers.2  gptq  3/3",
+        "perplexity of the base model  2/2",
+    ]
+
+
 def test_a_run_that_fails_is_not_shown_as_complete():
     file, journal = io.StringIO(), Journal()
     with pytest.raises(RuntimeError), shown_progress(journal, Console(file=file, width=100, markup=False)):

@@ -67,6 +67,21 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.7,
 }
+SINKS = {
+    **GROUPED,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -130,6 +145,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**SIZES, **LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     ),
+    "gpt-oss": ("gpt_oss", SINKS),
     "lfm2": (
         "lfm2",
         {

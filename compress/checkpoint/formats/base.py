@@ -213,6 +213,14 @@ class Format(ABC):
         """Return a text for each program that is known to refuse these compressed layers, or to compute others."""
         return misreadings(self.name, schemes)
 
+    def deviation(self, config: PretrainedConfig) -> str | None:
+        """Return how the program that the format is made for computes a model slightly otherwise; None if it does not.
+
+        Args:
+            config: configuration of the model.
+        """
+        return None
+
     def misread(self, config: PretrainedConfig) -> str | None:
         """Return why transformers makes another model of a correct checkpoint; None if nothing is known.
 

@@ -12,6 +12,7 @@ Codes are stored as they are if a block type holds their grid, with groups of it
     uint5 in groups of 32                Q5_1        uint5_k   Q5_K
     int8 in groups of 32                 Q8_0        int6_k    Q6_K
     iq4_nl in groups of 32               IQ4_NL      iq4_xs    IQ4_XS
+    mxfp4 in groups of 32                MXFP4
                                                      iq3_s, iq3_xxs, iq2_s, iq2_xs, iq2_xxs: likewise
 
 Embedding and head are rounded to a block type of their own; dense linears are float16, bfloat16 or float32 by
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,6 +57,7 @@ from compress.checkpoint.formats.gguf_files.architecture import (
     architectures,
     keeps_float32,
     rope_factors,
+    rounds_yarn,
 )
 from compress.checkpoint.formats.gguf_files.reading import misread
 from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
@@ -88,6 +91,10 @@ QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ALIGNMENT = 32  # gguf.h, GGUF_DEFAULT_ALIGNMENT: the bytes to which tensors are padded
 
 SPLIT = f"llama.cpp reads {LATENT} as two matrices for each head and one of them transposed, as codes cannot be"
+YARN_ENDS = (
+    "llama.cpp rounds the ends of the ramp of YaRN to whole dimensions, but this model does not (truncate: false), so "
+    "that some rotary frequencies differ, as in every GGUF file of it"
+)
 ONE_TYPE = (
     "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
     "or format: native"
@@ -208,6 +215,9 @@ class GGUF(Format):
             if reason is not None:
                 raise ValueError(f"{name}: {reason}")
         return schemes
+
+    def deviation(self, config: PretrainedConfig) -> str | None:
+        return YARN_ENDS if rounds_yarn(config) else None
 
     def misread(self, config: PretrainedConfig) -> str | None:
         architecture = architecture_of(config)
@@ -374,7 +384,7 @@ def _metadata(
     sizes: dict[str, int] = {}
     for tensor in tensors:
         if len(tensor.shape) > 1 and tensor.entry is not None and tensor.entry.name.endswith(BLOCKS):
-            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.shape[0] * tensor.shape[1]
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + math.prod(tensor.shape)
     most = max(sizes, key=lambda kind: sizes[kind]) if sizes else None
     dense = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp, include/*.h: the types of files
     kind = next((dense[tensor.type] for tensor in tensors if len(tensor.shape) > 1 and tensor.type in dense), 0)

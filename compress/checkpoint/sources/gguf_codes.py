@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,8 @@ def _describe(path: Path) -> None:
     file_names = {name for names in parts.values() for name in names}
     check_none_missing(header, file_names - set(types))
     check_none_unread(header, set(types) - file_names - replaced)
-    undivided = {full: name for full, names in parts.items() for name in names if len(names) == 1}
-    schemes = dict(_schemes(model, undivided, types))
+    in_rows = {full: list(names) for full, names in parts.items() if not any("stacked" in v for v in names.values())}
+    schemes = dict(_schemes(model, in_rows, types))
     entries = {}
     for full, values_by_name in parts.items():
         is_packed = full.removesuffix(".weight") in schemes
@@ -143,13 +143,17 @@ def _parts(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple
 
 
 def _schemes(
-    model: PreTrainedModel, names: Mapping[str, str], types: Mapping[str, str]
+    model: PreTrainedModel, names: Mapping[str, Sequence[str]], types: Mapping[str, str]
 ) -> Iterator[tuple[str, LayerScheme]]:
-    """The scheme of each linear and each end whose weight has blocks, if it is one tensor of the file."""
+    """The scheme of each linear and each end whose rows are rows of blocks of one type.
+
+    names: of the tensors of the file that have these rows.
+    """
     ends = {end.name: end for end in find_ends(model)}
     shapes: dict[str, Any] = {name: shape_of(module) for name, module in linears(model).items()}
     shapes |= {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in ends}
     for name, shape in shapes.items():
-        block = BLOCK_TYPES.get(types[names[f"{name}.weight"]]) if f"{name}.weight" in names else None
+        kinds = {types[file_name] for file_name in names.get(f"{name}.weight", ())}
+        block = BLOCK_TYPES.get(kinds.pop()) if len(kinds) == 1 else None
         if block is not None:
             yield name, LayerScheme(shape, (block.scheme(),), role=ends[name].role if name in ends else "linear")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SIZES = {
     "vocab_size": 1024,
@@ -158,15 +159,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The model type and the configuration of a family by name."""
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {"bert": ("bert", SIZES)}
+"""The same of models that make embeddings of texts."""
+TEXT = "The red fox, a naïve one, ran: 12 times."
+"""A text of which an encoder makes an embedding."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def gguf_model(family: str, **changes: Any) -> PreTrainedModel:
     """Return a random model of a family in which no weight is 0 or 1. changes: of entries of its configuration."""
-    kind, options = FAMILIES[family]
+    kind, options = (FAMILIES | ENCODERS)[family]
     changes = {key: value for key, value in changes.items() if key in options}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**options, **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    auto: Any = AutoModel if family in ENCODERS else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
     return model
+
+
+def word_pieces(lowercase: bool = True) -> PreTrainedTokenizerFast:
+    """Return a tokenizer as that of BERT, with letters, digits, marks and a few longer pieces."""
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), "the", "fox", "##ed", "##aive", "times"]
+    built = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    built.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ends = [(token, pieces.index(token)) for token in ("[CLS]", "[SEP]")]
+    built.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=built, **dict(zip(names, SPECIAL, strict=True)))

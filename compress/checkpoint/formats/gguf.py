@@ -60,11 +60,12 @@ from compress.checkpoint.formats.gguf_files.architecture import (
     rounds_yarn,
 )
 from compress.checkpoint.formats.gguf_files.reading import misread
-from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
+from compress.checkpoint.formats.gguf_files.vocabulary import TOKENIZER, Vocabulary, vocabulary_of
 from compress.errors import SaveError, did_you_mean
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
+from compress.models.terms import Pooling
 
 STORED = f"weight{BLOCKS}"
 END_TYPE = "Q6_K"  # that of llama.cpp for the head
@@ -87,6 +88,7 @@ END_TYPES = (
 smaller ones for sizes that leave fewer bits."""
 UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "architectures", "dtype")
 """Entries of a configuration that do not describe the model in the file."""
+POOLING: Mapping[Pooling, int] = {"mean": 1, "first": 2, "last": 3}  # gguf.PoolingType
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ALIGNMENT = 32  # gguf.h, GGUF_DEFAULT_ALIGNMENT: the bytes to which tensors are padded
 
@@ -234,6 +236,10 @@ class GGUF(Format):
             return f"models of the type {ends.config.model_type} cannot be written as GGUF, only {supported}"
         if reason := architecture.refuses(ends.config):
             return reason
+        name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
+        unnamed = [end for end in ends.weights if name_in_file(end) is None]
+        if unnamed:
+            return f"llama.cpp has no tensor for {unnamed[0]} in files of the architecture {architecture.name}"
         try:
             vocabulary_of(ends.tokenizer, ends.config.vocab_size)
         except ValueError as error:
@@ -395,6 +401,10 @@ def _metadata(
     for key, value in architecture.metadata(ends.config):
         yield f"{architecture.name}.{key}", value
     stated = {key: value for key, value in ends.config.to_dict().items() if key not in UNSTATED}
+    if architecture.encoder:
+        yield f"{architecture.name}.pooling_type", POOLING[ends.pooling]
+        yield "tokenizer.ggml.token_type_count", ends.config.type_vocab_size
+        stated["architectures"] = [ends.class_name]  # the type alone may be a model with a head
     yield CONFIG, json.dumps(stated, sort_keys=True)
     fields = (
         ("model", vocabulary.model),
@@ -407,5 +417,7 @@ def _metadata(
     for key, value in (*fields, *vocabulary.flags.items()):
         if value != []:
             yield f"tokenizer.ggml.{key}", value
+    if vocabulary.text is not None:
+        yield TOKENIZER, vocabulary.text
     if vocabulary.template is not None:
         yield "tokenizer.chat_template", vocabulary.template

@@ -32,6 +32,7 @@ from compress.checkpoint.sources.gguf_contents import (
     complete_config,
     header_of,
     own_config,
+    own_tokenizer,
 )
 from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
 from compress.checkpoint.sources.hub import safetensors_folder
@@ -120,8 +121,11 @@ def _describe(path: Path) -> None:
     if quantization is not None:
         config.quantization_config = quantization
     config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:  # encoders have none
+        generation.save_pretrained(folder)
+    if own is not None and (tokenizer := call_foreign(own_tokenizer, header)) is not None:
+        tokenizer.save_pretrained(folder)
+        return
     # AutoTokenizer reads the files of few architectures, this class those of all
     kind: Any = AutoTokenizer if own is None else PreTrainedTokenizerFast
     call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)

@@ -85,6 +85,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     turns: Mapping[str, Sequence[str]] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    encoder: bool = False
 
     def refuses(self, config: PretrainedConfig) -> str | None:
         """Why llama.cpp would compute another function than this model, or None."""
@@ -248,6 +249,8 @@ class Architecture:
             yield "attention.value_length", head_dim(config)
         if self.gating is not None:
             yield "expert_gating_func", self.gating
+        if self.encoder:
+            yield "attention.causal", False
         for key, kind, names in KEYS:
             value = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
             if value is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SIZES = {
     "vocab_size": 1024,
@@ -66,6 +67,21 @@ YARN = {
     "original_max_position_embeddings": 32,
     "mscale": 0.7,
     "mscale_all_dim": 0.7,
+}
+SINKS = {
+    **GROUPED,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 32,
+    },
 }
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 
@@ -130,6 +146,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**SIZES, **LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     ),
+    "gpt-oss": ("gpt_oss", SINKS),
     "lfm2": (
         "lfm2",
         {
@@ -142,15 +159,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The model type and the configuration of a family by name."""
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {"bert": ("bert", SIZES)}
+"""The same of models that make embeddings of texts."""
+TEXT = "The red fox, a naïve one, ran: 12 times."
+"""A text of which an encoder makes an embedding."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def gguf_model(family: str, **changes: Any) -> PreTrainedModel:
     """Return a random model of a family in which no weight is 0 or 1. changes: of entries of its configuration."""
-    kind, options = FAMILIES[family]
+    kind, options = (FAMILIES | ENCODERS)[family]
     changes = {key: value for key, value in changes.items() if key in options}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**options, **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    auto: Any = AutoModel if family in ENCODERS else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
     return model
+
+
+def word_pieces(lowercase: bool = True) -> PreTrainedTokenizerFast:
+    """Return a tokenizer as that of BERT, with letters, digits, marks and a few longer pieces."""
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), "the", "fox", "##ed", "##aive", "times"]
+    built = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    built.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ends = [(token, pieces.index(token)) for token in ("[CLS]", "[SEP]")]
+    built.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=built, **dict(zip(names, SPECIAL, strict=True)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.checkpoint.formats.base import Ends
 from compress.checkpoint.opened import OpenModel
+from compress.checkpoint.sources.files import pooling_in
 from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.models.kinds.contract import text_config
 from compress.models.structure.ends import find_ends
@@ -26,7 +27,9 @@ def embeddings_of(opened: OpenModel) -> Ends:
         head_name = f"{end.head}.weight" if end.head is not None else head_name
         is_tied = is_tied or end.role == "tied"
     name = opened.source.rstrip("/").rpartition("/")[2]
-    return Ends(text_config(opened.config), opened.tokenizer, name, embedding_name, head_name, is_tied)
+    pooling, config = pooling_in(opened.side_files), text_config(opened.config)
+    class_name = type(opened.model).__name__
+    return Ends(config, opened.tokenizer, name, embedding_name, head_name, is_tied, pooling, class_name)
 
 
 def quantize_embeddings(opened: OpenModel, run: Run, steps: Sequence[Step]) -> None:

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.checkpoint.sources.files import Pooling
 from compress.errors import NumericError
 from compress.evaluation.base import EvaluationContext, Evaluator
 from compress.evaluation.store import digest_of
@@ -23,7 +22,7 @@ from compress.models.forward import device_of_model
 from compress.models.kinds.batch import Batch, Examples
 from compress.models.kinds.contract import DISTRIBUTIONS, required_answer, run_on
 from compress.models.kinds.kinds import kind_of
-from compress.models.terms import Compared
+from compress.models.terms import Compared, Pooling
 from compress.numerics.statistics import Estimate, jackknife, mean, ratio, spearman
 from compress.results.measurements.agreement import Measure
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.checkpoint.sources.files import Pooling
 from compress.evaluation.store import Store
 from compress.models.kinds.batch import Batch, Examples
+from compress.models.terms import Pooling
 from compress.passes.contract.context import Run
 from compress.passes.contract.passes import Step
 from compress.recipe.evaluation import Evaluate

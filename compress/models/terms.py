@@ -13,3 +13,6 @@ NEXT_TOKENS = "next tokens"
 
 CACHE_KEY = "compress_kv_cache"
 """The entry of config.json with the policy of each attention module, where no format states it."""
+
+Pooling = Literal["mean", "first", "last"]
+"""How the embedding of a text is made of the hidden states of its tokens: their mean, or that of one token."""

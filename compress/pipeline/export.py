@@ -22,7 +22,7 @@ from compress.checkpoint.formats import FORMATS, unknown_format
 from compress.checkpoint.load import load
 from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.save import store_as_planned, stored_sparsity
-from compress.checkpoint.sources.files import read_side_files
+from compress.checkpoint.sources.files import read_sentence_files, read_side_files
 from compress.checkpoint.writer import CheckpointWriter
 from compress.errors import OutputError, SaveError, UserError, VerificationError
 from compress.layers.embedding import layer_of
@@ -66,7 +66,7 @@ def save(
     opened = OpenModel.in_memory(model, tokenizer)
     if model.name_or_path and (source := Path(model.name_or_path)).is_dir():
         own_code = type(model).__module__.startswith("transformers_modules")
-        opened.side_files = read_side_files(source, own_code)
+        opened.side_files = read_side_files(source, own_code) | read_sentence_files(source)[0]
     _check_outside(opened)
     if reason := target.refuses_model(embeddings_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")

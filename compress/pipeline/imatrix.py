@@ -98,15 +98,16 @@ def imatrix(
     inside = tuple(f"{block.name}." for block in find_blocks(opened))
     names = [name for name in linears(opened) if name.startswith(inside)]
     place = LayerImportance(text_config(opened.config))
-    entries = {name: place.entry_of(name) for name in names}  # an unknown model is an error before the work
+    entries = {name: place.entries_of(name) for name in names}  # an unknown model is an error before the work
     with reported_as("text", "calibration", "test"):
         examples, use = model_sample(opened, tokenizer, text, "calibration", sequences, length)
     run = Run(device=device_of(device), journal=journal, calibration=examples)
     with shown_progress(journal) if progress else nullcontext():
         sums = survey_model(opened, _Squares(), names, run, LABEL)
     parts: dict[str, list[tuple[int | None, Tensor, int]]] = {}
-    for name, (entry, number) in entries.items():
-        parts.setdefault(entry, []).append((number, *sums[name]))
+    for name, (entries_of_layer, number) in entries.items():
+        for entry in entries_of_layer:
+            parts.setdefault(entry, []).append((number, *sums[name]))
     squares = {entry: Squares(*stacked(_alike(members))) for entry, members in parts.items()}
     write_imatrix(path, squares, use.text, len(examples), examples.length)
     unreached = tuple(name for name in names if sums[name][1] == 0)

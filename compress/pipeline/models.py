@@ -15,13 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypeIs
 
 from compress.checkpoint.load import dtype_to_compare, load
-from compress.checkpoint.sources.files import Pooling, fingerprint_of, pooling_in, read_sentence_files
+from compress.checkpoint.sources.files import fingerprint_of, pooling_in, read_sentence_files
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.untrusted import check_complete, check_no_adapter
 from compress.checkpoint.sources.weight_files import weight_files
 from compress.errors import ModelError, RecipeError, reported_as
 from compress.layers.linear import CompressedLinear
 from compress.models.caches.attentions import cache_digests
+from compress.models.terms import Pooling
 from compress.numerics.dtypes import bytes_of
 
 LoadedModel: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]

@@ -50,6 +50,7 @@ def misread_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     format_ = resolved.format
     adapted = [format_.adapt(layer.scheme) for layer in facts.values()]
     texts = format_.misreadings([scheme for scheme in adapted if scheme is not None])
+    texts += [deviation] if (deviation := format_.deviation(resolved.form.config)) else []
     return [f"save: format {format_.name}: {'; '.join(texts)}"] if texts else []
 
 

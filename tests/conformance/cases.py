@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gguf_families import ENCODERS
 from gguf_families import FAMILIES as GGUF_FAMILIES
 from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, MLX, ONNX, OPENVINO, VLLM, Owner
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -238,6 +239,12 @@ def _gguf() -> Iterator[Case]:
         is_latent = "kv_lora_rank" in GGUF_FAMILIES[family][1]
         passes = ({"rtn": {"weights": "int8", "group_size": 32, "ignore": ["*.kv_b_proj"] if is_latent else []}},)
         yield Case("gguf", f"int8 32, {family}", LLAMACPP, passes, OF_INPUTS, family=family)
+    for grid in ("mxfp4", "int4_signed"):
+        passes = ({"rtn": {"weights": grid, "group_size": 32}},)
+        yield Case("gguf", f"{grid} 32, gpt-oss", LLAMACPP, passes, OF_INPUTS, family="gpt-oss")
+    for family in ENCODERS:
+        passes = ({"rtn": {"weights": "int8", "group_size": 32}},)
+        yield Case("gguf", f"int8 32, embedding of {family}", LLAMACPP, passes, OF_INPUTS, family=family)
 
 
 def _mlx() -> Iterator[Case]:

@@ -68,7 +68,9 @@ class Owner:
     def _share_packages(self, inside: Path) -> None:
         """Show the packages of this environment to the owner's; another checkout may have made the cache."""
         if not self.isolated:
-            (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+            own = Path(sysconfig.get_paths()["purelib"])  # others are those that its .pth files name
+            folders = [own, *(Path(place) for place in sys.path if Path(place).name == own.name)]
+            (inside / "shared.pth").write_text("".join(f"{folder}\n" for folder in dict.fromkeys(folders)))
 
     def run(self, script: str, jobs: list[dict[str, str]], cache: Path, work: Path) -> None:
         """Run a script of this folder on some jobs, without a network. Raises RuntimeError with its last lines."""

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import yaml
 from cases import Case, cases, tiny_model
-from gguf_families import gguf_model
+from gguf_families import ENCODERS, TEXT, gguf_model, word_pieces
 from owners import HERE, OWNERS, answered
 from safetensors.torch import load_file, save_file
 from table import READERS, TABLE, Row, line_of, merged, programs_of, rows_of, with_programs
@@ -62,6 +62,7 @@ class Place:
             "ids": str(self.ids),
             "out": f"{stem}.safetensors",
             "kind": case.label,
+            "text": TEXT,
             "dtype": case.dtype or case.reader.dtype,
         }
 
@@ -80,7 +81,8 @@ def write(place: Place, case: Case) -> None:
     ids = load_file(place.ids)["ids"].repeat(SEQUENCES, 1)
     rolled = torch.stack([row.roll(i) for i, row in enumerate(ids)])
     compress.apply(model, read_passes(list(case.passes)), calibration=rolled)
-    compress.save(model, place.job(case)["folder"], case.format, AutoTokenizer.from_pretrained(place.source))
+    tokenizer = word_pieces() if case.family in ENCODERS else AutoTokenizer.from_pretrained(place.source)
+    compress.save(model, place.job(case)["folder"], case.format, tokenizer)
 
 
 def write_all(place: Place, chosen: Sequence[Case]) -> dict[Case, str]:
@@ -122,9 +124,12 @@ def compare(place: Place, case: Case) -> tuple[str, str, bool]:
     """(weights, logits, agreement) of the reader and `compress.load`."""
     job, dtype, form = place.job(case), case.reader.dtype, FORMATS[case.format]
     found = answered(job["out"])
-    model, _ = compress.load(job["folder"], dtype)
+    model, tokenizer = compress.load(job["folder"], dtype)
     with torch.no_grad():
-        logits = model(input_ids=load_file(place.ids)["ids"]).logits.float()
+        if case.family in ENCODERS:  # the embedding of a text is the mean of its hidden states
+            logits = model(input_ids=torch.tensor([tokenizer(TEXT).input_ids])).last_hidden_state.mean(1)
+        else:
+            logits = model(input_ids=load_file(place.ids)["ids"]).logits.float()
     modules = {name.removesuffix(".table"): module for name, module in model.named_modules()}  # of embeddings
     layers = {name: module for name, module in modules.items() if isinstance(module, CompressedLinear)}
     worst, counted = 0.0, 0

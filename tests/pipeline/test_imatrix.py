@@ -47,8 +47,9 @@ def test_both_forms_hold_the_mean_squares(tmp_path):
     for path in (tmp_path / "new.gguf", old):
         assert read_imatrix(path)["a.weight"]().tolist() == [1, 4, 1, 2]
     stored = gguf.GGUFReader(tmp_path / "new.gguf")
-    values = {name: stored.get_field(name).contents() for name in ("general.type", "imatrix.chunk_count")}
-    assert values == {"general.type": "imatrix", "imatrix.chunk_count": 4}
+    names = ("general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
+    values = [stored.get_field(name).contents() for name in names]  # llama-quantize refuses a file without one of them
+    assert values == ["imatrix", ["text"], 4, 64]
     shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in stored.tensors}
     assert shapes == {"a.weight.in_sum2": [2, 2], "a.weight.counts": [1, 2]}
 

@@ -1,4 +1,4 @@
-"""Block types of 32 weights with float16 scales (llama.cpp, ggml-common.h: block_q4_0 to block_q8_0, block_iq4_nl).
+"""Block types of 32 weights with one scale (llama.cpp, ggml-common.h: block_q4_0 to block_q8_0, iq4_nl and mxfp4).
 
 Q4_0   d float16; 16 bytes: byte j holds the codes of weights j (lower half) and j + 16    w = d * (q - 8)
 Q4_1   d, m float16; 16 bytes                                                              w = d * q + m
@@ -6,6 +6,7 @@ Q5_0   d float16; uint32 with bit 4 of the 32 codes; 16 bytes with bits 0 to 3  
 Q5_1   d, m float16; uint32; 16 bytes                                                      w = d * q + m
 Q8_0   d float16; 32 signed bytes                                                          w = d * q
 IQ4_NL as Q4_0                                                                             w = d * level[q]
+MXFP4  e, an exponent in a byte; 16 bytes as Q4_0                                          w = 2^(e - 127) * E2M1(q)
 """
 
 from __future__ import annotations
@@ -65,6 +66,18 @@ class Of32(BlockType):
         return codes, tensors
 
 
+@dataclass(frozen=True)
+class Microscaling(BlockType):
+    """32 floats of 4 bits with one exponent, whose byte is that of the checkpoint (OCP Microscaling 1.0)."""
+
+    def fields(self, codes: UInt8[Tensor, "out blocks size"], part: CodesPart) -> list[Tensor]:
+        return [part.scale.unsqueeze(-1).contiguous(), nibbles(codes[..., :16], codes[..., 16:])]
+
+    def read(self, blocks: UInt8[Tensor, "out blocks bytes"]) -> tuple[Tensor, dict[str, Tensor | None]]:
+        codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=-1)
+        return codes, {"scale": blocks[..., 0].contiguous()}
+
+
 OF_32 = (
     Of32("Q4_0", ("int4_signed", "int4"), SIZE, 18, SIZE, 2, bits=4),
     Of32("Q4_1", ("uint4",), SIZE, 20, SIZE, 3, bits=4, minimum=True),
@@ -72,4 +85,5 @@ OF_32 = (
     Of32("Q5_1", ("uint5",), SIZE, 24, SIZE, 9, bits=5, minimum=True),
     Of32("Q8_0", ("int8",), SIZE, 34, SIZE, 7, bits=8),
     Of32("IQ4_NL", ("iq4_nl",), SIZE, 18, SIZE, 25, bits=4),
+    Microscaling("MXFP4", ("mxfp4",), SIZE, 17, SIZE, 38),
 )

@@ -36,6 +36,7 @@ LARGEST_INDEX = 64 << 20
 BLOCKS = "_blocks"
 """The end of the name of a tensor whose blocks are read as bytes."""
 CUBE = 3  # axes of stacked matrices
+STACKS = 2, CUBE  # axes of the biases and the matrices of all experts
 PAIR = 2
 MEMBER = "#"
 """The place of the number of an expert in the name of an entry."""
@@ -74,6 +75,7 @@ class Entry:
         stacked: equal parts of the rows, which the file stacks as matrices of their own; None: the rows are one matrix.
             `transposed` then exchanges rows and columns of each of them.
         rows: (first, last + 1) of the rows of each such part that are in this tensor; others are in other tensors.
+        stride: instead of `stacked`, `rows` are of each run of so many rows, and the file has them as one matrix.
     """
 
     name: str
@@ -86,6 +88,12 @@ class Entry:
     members: int | None = None
     stacked: int | None = None
     rows: Sequence[int] = ()
+    stride: int | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other tensors of the file have the other rows of the tensor of the model."""
+        return self.stacked is not None or self.stride is not None
 
     @property
     def names(self) -> list[str]:
@@ -110,23 +118,36 @@ class Entry:
             counts.append(self.groups * self.group_heads)
         is_valid = isinstance(self.name, str) and all(isinstance(n, int) and n > 0 and rows % n == 0 for n in counts)
         is_valid = is_valid and (self.stacked is None or self._fits_parts(shape))
+        is_valid = is_valid and (self.stride is None or self._fits_runs(shape))
         if not is_valid or self.axis not in (None, 0, 1) or not isinstance(self.shift, int | float):
             raise ValueError(f"the entry of {str(self.name)[:200]} does not fit a tensor of {list(shape)}")
 
+    @property
+    def _has_rows(self) -> bool:
+        numbers = self.rows if isinstance(self.rows, list | tuple) else ()
+        return len(numbers) == PAIR and all(isinstance(n, int) and n >= 0 for n in numbers)
+
     def _fits_parts(self, shape: Sequence[int]) -> bool:
         """Return whether a tensor of the file can hold `rows` of each of the `stacked` parts, as numbers."""
-        if not isinstance(self.rows, list | tuple) or not all(isinstance(n, int) and n >= 0 for n in self.rows):
-            return False
         is_cube = len(shape) == CUBE and shape[0] == self.stacked and self.axis is None
-        if not is_cube or len(self.rows) != PAIR or self.name.endswith(BLOCKS):
+        if not is_cube or not self._has_rows or self.name.endswith(BLOCKS):
             return False
         return self.rows[1] - self.rows[0] == shape[2 if self.transposed else 1]
+
+    def _fits_runs(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of the file can hold `rows` of each run of `stride` rows."""
+        others = self.heads, self.groups, self.axis, self.stacked, self.shift or None, self.transposed or None
+        if not isinstance(self.stride, int) or not self._has_rows or any(other is not None for other in others):
+            return False
+        return self.rows[0] < self.rows[1] <= self.stride and shape[0] % (self.rows[1] - self.rows[0]) == 0
 
     def to_file(self, tensor: Tensor) -> Tensor:
         """The tensor in the form of the file, of a tensor of the model: rows of numbers or of bytes."""
         if self.stacked is not None:
             parts = tensor.unflatten(0, (self.stacked, -1))[:, self.rows[0] : self.rows[1]]
             return parts.mT if self.transposed else parts
+        if self.stride is not None:
+            return tensor.unflatten(0, (-1, self.stride))[:, self.rows[0] : self.rows[1]].flatten(0, 1)
         tensor = tensor.T if self.transposed else tensor
         order = self._order(tensor.shape[0])
         tensor = tensor if order is None else tensor[order]
@@ -134,9 +155,11 @@ class Entry:
         return tensor + self.shift if self.shift else tensor
 
     def to_model(self, tensor: Tensor) -> Tensor:
-        """The inverse of `to_file`; with `stacked`, the rows of each part that it holds, [parts, rows, columns]."""
+        """The inverse of `to_file`; if `is_divided`, the rows of each part or run, [parts, rows, ...]."""
         if self.stacked is not None:
             return tensor.mT if self.transposed else tensor
+        if self.stride is not None:
+            return tensor.unflatten(0, (-1, self.rows[1] - self.rows[0]))
         tensor = tensor - self.shift if self.shift else tensor
         tensor = tensor if self.axis is None else tensor.unsqueeze(self.axis)
         order = self._order(tensor.shape[0])
@@ -148,11 +171,13 @@ class Entry:
         if self.stacked is not None:
             height, width = self.rows[1] - self.rows[0], shape[-1]
             return (self.stacked, width, height) if self.transposed else (self.stacked, height, width)
+        if self.stride is not None:
+            return (shape[0] // self.stride * (self.rows[1] - self.rows[0]), *shape[1:])
         sizes = list(reversed(shape)) if self.transposed else list(shape)
         return tuple(size for axis, size in enumerate(sizes) if axis != self.axis)
 
     def shape_in_model(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The inverse of `shape_in_file`; with `stacked`, of the rows that the tensor has."""
+        """The inverse of `shape_in_file`; if `is_divided`, of the rows that the tensor has."""
         if self.stacked is not None:
             height, width = shape[:0:-1] if self.transposed else shape[1:]
             return self.stacked * height, width
@@ -289,7 +314,7 @@ class GGUFTensors:
             if entry is None:
                 continue
             members = entry.members or 1
-            if entry.members is not None and (len(tensor.shape) != CUBE or int(tensor.shape[-1]) != members):
+            if entry.members is not None and (len(tensor.shape) not in STACKS or int(tensor.shape[-1]) != members):
                 raise ValueError(f"{tensor.name} does not hold {members} experts, as its entry states")
             entry.check(tuple(reversed([int(n) for n in tensor.shape]))[0 if entry.members is None else 1 :])
             for number, name in enumerate(entry.names):
@@ -317,7 +342,7 @@ class GGUFTensors:
     def _tensor(self, name: str) -> Tensor:
         """Return a tensor in the form of the model."""
         parts = [place.tensor(name.endswith(BLOCKS)) for place in self._places[name]]
-        return parts[0] if self._places[name][0].entry.stacked is None else torch.cat(parts, dim=1).flatten(0, 1)
+        return torch.cat(parts, dim=1).flatten(0, 1) if self._places[name][0].entry.is_divided else parts[0]
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by name."""
@@ -378,14 +403,19 @@ class _Place:
 
 def _in_order(name: str, places: Sequence[_Place]) -> list[_Place]:
     """Return the places of a tensor in the order of their rows. Raises ValueError if they do not hold all of them."""
-    if len(places) == 1 and places[0].entry.stacked is None:
+    if len(places) == 1 and not places[0].entry.is_divided:
         return list(places)
     ordered, end = sorted(places, key=lambda place: tuple(place.entry.rows)), 0
+    first = ordered[0].entry
     for place in ordered:
         entry = place.entry
-        if entry.stacked is None or entry.stacked != ordered[0].entry.stacked or entry.rows[0] != end:
+        alike = (entry.stacked, entry.stride) == (first.stacked, first.stride)
+        if not entry.is_divided or not alike or entry.rows[0] != end:
             raise ValueError(f"the tensors of {name[:200]} do not hold each of its rows once")
         end = entry.rows[1]
+    heights = {place.shape[0] * (first.stride or 0) // (place.entry.rows[1] - place.entry.rows[0]) for place in ordered}
+    if first.stride is not None and (end != first.stride or len(heights) > 1):
+        raise ValueError(f"the tensors of {name[:200]} do not hold each of its rows once")
     return ordered
 
 

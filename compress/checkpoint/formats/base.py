@@ -19,6 +19,7 @@ from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme
 from compress.layers.transforms.rounding import RoundingScheme
 from compress.models.caches.base import CachePolicy
+from compress.models.terms import Pooling
 
 
 def refuses_embeddings(scheme: LayerScheme, format_name: str) -> str | None:
@@ -122,7 +123,8 @@ class Ends:
     """The parts of a model that are outside of its layers: configuration, tokenizer, and names of weights.
 
     name: of the model, for readers. embedding, head: names of these weights. tied: one tensor serves both; it has the
-    embedding's name if it is dense, and the head's if it is compressed.
+    embedding's name if it is dense, and the head's if it is compressed. pooling: how an encoder makes embeddings.
+    class_name: of the model.
     """
 
     config: PretrainedConfig
@@ -131,6 +133,8 @@ class Ends:
     embedding: str | None
     head: str | None
     tied: bool = False
+    pooling: Pooling = "mean"
+    class_name: str = ""
 
     @property
     def weights(self) -> list[str]:
@@ -212,6 +216,14 @@ class Format(ABC):
     def misreadings(self, schemes: Collection[LayerScheme]) -> list[str]:
         """Return a text for each program that is known to refuse these compressed layers, or to compute others."""
         return misreadings(self.name, schemes)
+
+    def deviation(self, config: PretrainedConfig) -> str | None:
+        """Return how the program that the format is made for computes a model slightly otherwise; None if it does not.
+
+        Args:
+            config: configuration of the model.
+        """
+        return None
 
     def misread(self, config: PretrainedConfig) -> str | None:
         """Return why transformers makes another model of a correct checkpoint; None if nothing is known.

@@ -12,6 +12,7 @@ Codes are stored as they are if a block type holds their grid, with groups of it
     uint5 in groups of 32                Q5_1        uint5_k   Q5_K
     int8 in groups of 32                 Q8_0        int6_k    Q6_K
     iq4_nl in groups of 32               IQ4_NL      iq4_xs    IQ4_XS
+    mxfp4 in groups of 32                MXFP4
                                                      iq3_s, iq3_xxs, iq2_s, iq2_xs, iq2_xxs: likewise
 
 Embedding and head are rounded to a block type of their own; dense linears are float16, bfloat16 or float32 by
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,13 +57,15 @@ from compress.checkpoint.formats.gguf_files.architecture import (
     architectures,
     keeps_float32,
     rope_factors,
+    rounds_yarn,
 )
 from compress.checkpoint.formats.gguf_files.reading import misread
-from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
+from compress.checkpoint.formats.gguf_files.vocabulary import TOKENIZER, Vocabulary, vocabulary_of
 from compress.errors import SaveError, did_you_mean
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.layers.parts.codes import CodesScheme
 from compress.layers.scheme import LayerScheme, only_codes
+from compress.models.terms import Pooling
 
 STORED = f"weight{BLOCKS}"
 END_TYPE = "Q6_K"  # that of llama.cpp for the head
@@ -84,10 +88,15 @@ END_TYPES = (
 smaller ones for sizes that leave fewer bits."""
 UNSTATED = ("_name_or_path", "transformers_version", "quantization_config", "architectures", "dtype")
 """Entries of a configuration that do not describe the model in the file."""
+POOLING: Mapping[Pooling, int] = {"mean": 1, "first": 2, "last": 3}  # gguf.PoolingType
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 ALIGNMENT = 32  # gguf.h, GGUF_DEFAULT_ALIGNMENT: the bytes to which tensors are padded
 
 SPLIT = f"llama.cpp reads {LATENT} as two matrices for each head and one of them transposed, as codes cannot be"
+YARN_ENDS = (
+    "llama.cpp rounds the ends of the ramp of YaRN to whole dimensions, but this model does not (truncate: false), so "
+    "that some rotary frequencies differ, as in every GGUF file of it"
+)
 ONE_TYPE = (
     "a GGUF file holds the experts {} in one tensor, but they are stored as {}; use the same weights for all experts, "
     "or format: native"
@@ -209,6 +218,9 @@ class GGUF(Format):
                 raise ValueError(f"{name}: {reason}")
         return schemes
 
+    def deviation(self, config: PretrainedConfig) -> str | None:
+        return YARN_ENDS if rounds_yarn(config) else None
+
     def misread(self, config: PretrainedConfig) -> str | None:
         architecture = architecture_of(config)
         return None if architecture is None else misread(architecture, config)
@@ -224,6 +236,10 @@ class GGUF(Format):
             return f"models of the type {ends.config.model_type} cannot be written as GGUF, only {supported}"
         if reason := architecture.refuses(ends.config):
             return reason
+        name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
+        unnamed = [end for end in ends.weights if name_in_file(end) is None]
+        if unnamed:
+            return f"llama.cpp has no tensor for {unnamed[0]} in files of the architecture {architecture.name}"
         try:
             vocabulary_of(ends.tokenizer, ends.config.vocab_size)
         except ValueError as error:
@@ -374,7 +390,7 @@ def _metadata(
     sizes: dict[str, int] = {}
     for tensor in tensors:
         if len(tensor.shape) > 1 and tensor.entry is not None and tensor.entry.name.endswith(BLOCKS):
-            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.shape[0] * tensor.shape[1]
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + math.prod(tensor.shape)
     most = max(sizes, key=lambda kind: sizes[kind]) if sizes else None
     dense = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp, include/*.h: the types of files
     kind = next((dense[tensor.type] for tensor in tensors if len(tensor.shape) > 1 and tensor.type in dense), 0)
@@ -385,6 +401,10 @@ def _metadata(
     for key, value in architecture.metadata(ends.config):
         yield f"{architecture.name}.{key}", value
     stated = {key: value for key, value in ends.config.to_dict().items() if key not in UNSTATED}
+    if architecture.encoder:
+        yield f"{architecture.name}.pooling_type", POOLING[ends.pooling]
+        yield "tokenizer.ggml.token_type_count", ends.config.type_vocab_size
+        stated["architectures"] = [ends.class_name]  # the type alone may be a model with a head
     yield CONFIG, json.dumps(stated, sort_keys=True)
     fields = (
         ("model", vocabulary.model),
@@ -397,5 +417,7 @@ def _metadata(
     for key, value in (*fields, *vocabulary.flags.items()):
         if value != []:
             yield f"tokenizer.ggml.{key}", value
+    if vocabulary.text is not None:
+        yield TOKENIZER, vocabulary.text
     if vocabulary.template is not None:
         yield "tokenizer.chat_template", vocabulary.template

@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.files import is_inside
 from compress.checkpoint.sources.untrusted import check_tokenizer, read_json, read_json_list, read_value
 from compress.errors import ModelError, one_line
+from compress.models.terms import Pooling
 
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
@@ -40,9 +41,6 @@ NOT_COPIED = (
     *("report.*", "sensitivity.json", "trainer_state.json", "*_results.json", MODULES, PLAIN),
 )
 LARGEST_SIDE_FILE = 64_000_000  # bytes
-
-Pooling = Literal["mean", "first", "last"]
-"""How the embedding of a text is made of the hidden states of its tokens: their mean, or that of one token."""
 
 MODES: dict[str, Pooling] = {"pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last"}
 

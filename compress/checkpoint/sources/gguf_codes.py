@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from compress.checkpoint.sources.gguf_contents import (
     complete_config,
     header_of,
     own_config,
+    own_tokenizer,
 )
 from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
 from compress.checkpoint.sources.hub import safetensors_folder
@@ -105,8 +106,8 @@ def _describe(path: Path) -> None:
     file_names = {name for names in parts.values() for name in names}
     check_none_missing(header, file_names - set(types))
     check_none_unread(header, set(types) - file_names - replaced)
-    undivided = {full: name for full, names in parts.items() for name in names if len(names) == 1}
-    schemes = dict(_schemes(model, undivided, types))
+    in_rows = {full: list(names) for full, names in parts.items() if not any("stacked" in v for v in names.values())}
+    schemes = dict(_schemes(model, in_rows, types))
     entries = {}
     for full, values_by_name in parts.items():
         is_packed = full.removesuffix(".weight") in schemes
@@ -120,8 +121,11 @@ def _describe(path: Path) -> None:
     if quantization is not None:
         config.quantization_config = quantization
     config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:  # encoders have none
+        generation.save_pretrained(folder)
+    if own is not None and (tokenizer := call_foreign(own_tokenizer, header)) is not None:
+        tokenizer.save_pretrained(folder)
+        return
     # AutoTokenizer reads the files of few architectures, this class those of all
     kind: Any = AutoTokenizer if own is None else PreTrainedTokenizerFast
     call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
@@ -143,13 +147,17 @@ def _parts(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple
 
 
 def _schemes(
-    model: PreTrainedModel, names: Mapping[str, str], types: Mapping[str, str]
+    model: PreTrainedModel, names: Mapping[str, Sequence[str]], types: Mapping[str, str]
 ) -> Iterator[tuple[str, LayerScheme]]:
-    """The scheme of each linear and each end whose weight has blocks, if it is one tensor of the file."""
+    """The scheme of each linear and each end whose rows are rows of blocks of one type.
+
+    names: of the tensors of the file that have these rows.
+    """
     ends = {end.name: end for end in find_ends(model)}
     shapes: dict[str, Any] = {name: shape_of(module) for name, module in linears(model).items()}
     shapes |= {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in ends}
     for name, shape in shapes.items():
-        block = BLOCK_TYPES.get(types[names[f"{name}.weight"]]) if f"{name}.weight" in names else None
+        kinds = {types[file_name] for file_name in names.get(f"{name}.weight", ())}
+        block = BLOCK_TYPES.get(kinds.pop()) if len(kinds) == 1 else None
         if block is not None:
             yield name, LayerScheme(shape, (block.scheme(),), role=ends[name].role if name in ends else "linear")

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_TO_TRANSFORMERS_MAPPING,
     TENSOR_PROCESSORS,
@@ -26,6 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from compress.checkpoint.containers.gguf import CONFIG
 from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_factors, rope_of
+from compress.checkpoint.formats.gguf_files.vocabulary import SPECIAL, TOKENIZER
 from compress.checkpoint.sources.gguf_parts import open_parts
 from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import CannotRun, ModelError, call_foreign
@@ -108,6 +110,21 @@ def own_config(header: GGUFHeader) -> PretrainedConfig | None:
         raise ModelError(
             f"model: {header.path}: its {CONFIG} cannot be read ({error}); fetch the file again"
         ) from error
+
+
+def own_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer whose tokenizer.json compress has written into a file, with its special tokens, or None.
+
+    Raises:
+        Exception: that of the tokenizers package for a text that it cannot read.
+    """
+    text = header.values.get(TOKENIZER)
+    if not isinstance(text, str):
+        return None
+    tokenizer = Tokenizer.from_str(text)
+    ids = {name: header.values.get(f"tokenizer.ggml.{key}_token_id") for name, key in {**SPECIAL, "cls": "cls"}.items()}
+    tokens = {f"{name}_token": tokenizer.id_to_token(int(number)) for name, number in ids.items() if number is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
 
 
 def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:

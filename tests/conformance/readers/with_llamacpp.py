@@ -1,4 +1,4 @@
-"""Read GGUF files: weights by the `gguf` package, logits by llama.cpp. Run in its own environment: JOBS (a JSON file)."""
+"""Read GGUF files: weights by the `gguf` package, logits or embeddings by llama.cpp. Run in its own environment: JOBS (a JSON file)."""
 
 import json
 import sys
@@ -11,6 +11,7 @@ from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
+ENCODERS = {"bert"}
 LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2"}
 
 
@@ -48,9 +49,13 @@ def weights_of(path):
     return found
 
 
-def read(folder, ids, out):
-    """Write the logits, and the dequantized weights as [out, in]."""
+def read(folder, ids, text, out):
+    """Write the logits, and the dequantized weights as [out, in]; of an encoder, the embedding of a text."""
     path = Path(folder) / "model.gguf"
+    if json.loads((path.parent / "config.json").read_text())["model_type"] in ENCODERS:
+        model = llama_cpp.Llama(str(path), embedding=True, n_ctx=64, verbose=False, n_threads=1)
+        save_file({"logits": torch.tensor([model.embed(text)])}, out)
+        return
     ids = load_file(ids)["ids"][0].tolist()
     model = llama_cpp.Llama(str(path), n_ctx=len(ids), n_batch=len(ids), logits_all=True, verbose=False, n_threads=1)
     model.eval(ids)
@@ -60,6 +65,6 @@ def read(folder, ids, out):
 
 for job in json.loads(Path(sys.argv[1]).read_text()):
     try:
-        read(job["folder"], job["ids"], job["out"])
+        read(job["folder"], job["ids"], job["text"], job["out"])
     except Exception as error:
         Path(job["out"] + ".error").write_text(f"{type(error).__name__}: {error}")

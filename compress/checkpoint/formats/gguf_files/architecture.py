@@ -83,6 +83,9 @@ class Architecture:
     transposed: tuple[str, ...] = ()
     gating: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    turns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    encoder: bool = False
 
     def refuses(self, config: PretrainedConfig) -> str | None:
         """Why llama.cpp would compute another function than this model, or None."""
@@ -190,6 +193,12 @@ class Architecture:
         """
         path, _, leaf = name.rpartition(".")
         stem, _, module = path.rpartition(".")
+        if module in self.turns:
+            linears = self.turns[module]
+            return {
+                f"{stem}.{linear}.{leaf}": {"stride": len(linears), "rows": (number, number + 1)}
+                for number, linear in enumerate(linears)
+            }
         if module != LATENT or leaf != "weight" or not is_latent(config):
             return {name: {}}
         keys, heads = config.qk_nope_head_dim, config.num_attention_heads
@@ -240,10 +249,14 @@ class Architecture:
             yield "attention.value_length", head_dim(config)
         if self.gating is not None:
             yield "expert_gating_func", self.gating
+        if self.encoder:
+            yield "attention.causal", False
         for key, kind, names in KEYS:
             value = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
             if value is not None:
                 yield key, kind(value)
+        for key, name in self.keys.items():
+            yield key, getattr(config, name)
         if self.period is not None and window is not None:
             yield "attention.sliding_window", window
         yield from _rotary_metadata(config)
@@ -285,7 +298,10 @@ def _rotary_metadata(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
         yield "rope.scaling.original_context_length", int(rope["original_max_position_embeddings"])
         yield "rope.scaling.yarn_beta_fast", float(rope.get("beta_fast") or 32)
         yield "rope.scaling.yarn_beta_slow", float(rope.get("beta_slow") or 1)
-        yield "rope.scaling.yarn_log_multiplier", 0.1 * rope["mscale_all_dim"]  # deepseek2.cpp divides by 0.1
+        if is_latent(config):
+            yield "rope.scaling.yarn_log_multiplier", 0.1 * rope["mscale_all_dim"]  # deepseek2.cpp divides by 0.1
+        elif (magnitude := yarn_magnitude(rope) / yarn_mscale(rope["factor"])) != 1:
+            yield "rope.scaling.attn_factor", magnitude  # llama.cpp (llama-context.cpp) multiplies by the other
     if rope.get("rope_type") == "longrope":
         original = int(rope["original_max_position_embeddings"])
         scale = config.max_position_embeddings / original
@@ -295,6 +311,27 @@ def _rotary_metadata(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
         yield "rope.scaling.type", "longrope"
         yield "rope.scaling.original_context_length", original
         yield "rope.scaling.attn_factor", float(factor if stated is None else stated)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Return the magnitude of queries and keys whose positions are divided by a factor (YaRN, arXiv 2309.00071)."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def yarn_magnitude(rope: Mapping[str, Any]) -> float:
+    """Return by what transformers multiplies rotated queries and keys."""
+    stated, mscale, all_dim = rope.get("attention_factor"), rope.get("mscale"), rope.get("mscale_all_dim")
+    if stated is not None:
+        return stated
+    if mscale and all_dim:
+        return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], all_dim)
+    return yarn_mscale(rope["factor"])
+
+
+def rounds_yarn(config: PretrainedConfig) -> bool:
+    """Return whether llama.cpp (ggml_rope_yarn_corr_dims) rounds the ends of YaRN's ramp where the model does not."""
+    rope = rope_of(config)
+    return rope.get("rope_type") == "yarn" and not rope.get("truncate", True)
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture | None:

@@ -38,7 +38,7 @@ class LayerImportance:
             ModelError: for a model whose tensors have no names in GGUF files, and a file that is no importance matrix.
             TargetError: for a layer that the file does not have, or has with other sizes.
         """
-        entries, entry, number = self._entries(file), *self.entry_of(name)
+        entries, (entry, *_), number = self._entries(file), *self.entries_of(name)
         if entry not in entries:
             raise TargetError(
                 f"imatrix {file}: it has no entry {entry} for {name}, but {len(entries)} others, such as "
@@ -56,8 +56,8 @@ class LayerImportance:
             )
         return values.view(members, width)[number or 0]
 
-    def entry_of(self, name: str) -> tuple[str, int | None]:
-        """Return the name of the entry of a layer, and the number of its expert.
+    def entries_of(self, name: str) -> tuple[list[str], int | None]:
+        """Return the names of the entries of a layer, which are equal, and the number of its expert.
 
         Raises:
             ModelError: for a model or a layer without a name in GGUF files.
@@ -66,11 +66,14 @@ class LayerImportance:
         if architecture is None:
             supported = ", ".join(architectures())
             raise ModelError(f"imatrix: {self._config.model_type} has no names in GGUF files, only {supported}")
-        entry = architecture.tensor_names(self._config.num_hidden_layers)(f"{name}.weight")
-        if entry is None:
+        name_in_file = architecture.tensor_names(self._config.num_hidden_layers)
+        parts = architecture.parts(f"{name}.weight", self._config)
+        whole_rows = [part for part, values in parts.items() if "stacked" not in values] or [f"{name}.weight"]
+        entries = [entry for part in whole_rows if (entry := name_in_file(part)) is not None]
+        if not entries:
             raise ModelError(f"imatrix: {name} has no name in GGUF files of the architecture {architecture.name}")
         number = EXPERT.search(f"{name}.")
-        return entry, None if number is None else int(number[1])
+        return entries, None if number is None else int(number[1])
 
     def _entries(self, file: str) -> Entries:
         path: Path = user_path(file)

@@ -1,7 +1,8 @@
 """The vocabulary of a tokenizer in a GGUF file.
 
-llama.cpp knows two kinds that models of today have: byte-pair encoding of bytes, with a pre-tokenizer that it knows by
-name (`gpt2`), and merges of characters with bytes as the fallback, as SentencePiece makes them (`llama`).
+llama.cpp knows three kinds that models of today have: byte-pair encoding of bytes, with a pre-tokenizer that it knows
+by name (`gpt2`), merges of characters with bytes as the fallback, as SentencePiece makes them (`llama`), and the
+longest pieces of words, as those of BERT (`bert`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from transformers import PreTrainedTokenizerBase
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """gguf.TokenType."""
 SPACE = "\u2581"
+PIECE = "##"
+"""The beginning of a piece inside of a word."""
+WHOLE = CONTROL, UNKNOWN, UNUSED
+"""Kinds of tokens that no text is divided into."""
 NEVER = -1e6  # the score of a token that no merge makes
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -44,8 +49,10 @@ DEEPSEEK_LLM = (
 """The same of DeepSeek-V2 (`deepseek-llm`); of the second, the beginning. Single digits follow."""
 SUFFIXES = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|")
 """The two spellings of the contractions at the beginning of the expressions."""
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
-"""The keys of special tokens; the last is spelled so by llama.cpp."""
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+"""The keys of special tokens; that of `sep` is spelled so by llama.cpp."""
+TOKENIZER = "tokenizer.huggingface.json"
+"""The key of a tokenizer.json (gguf.md of the format's owners)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Vocabulary:
 
     model: its kind in llama.cpp. pre: the name of the pre-tokenizer. tokens, types, scores: one for each row of the
     embedding. merges: for byte-pair encoding of bytes. flags: other keys after `tokenizer.ggml.`. template: of chats.
+    text: the tokenizer.json, where transformers does not make the tokenizer of the other values.
     """
 
     model: str
@@ -64,6 +72,7 @@ class Vocabulary:
     merges: list[str] = field(default_factory=list)
     flags: dict[str, bool | int] = field(default_factory=dict)
     template: str | None = None
+    text: str | None = None
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocabulary:
@@ -76,8 +85,10 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocab
         raise ValueError("the model has no fast tokenizer (tokenizer.json)")
     stated = json.loads(backend.to_str())
     model = stated["model"]
+    if model["type"] == "WordPiece":
+        return _word_pieces(tokenizer, stated, size)
     if model["type"] != "BPE":
-        raise ValueError(f"its tokenizer is of the type {model['type']}, not BPE")
+        raise ValueError(f"its tokenizer is of the type {model['type']}, not BPE or WordPiece")
     _check_normalizer(stated)
     pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
     if _is_bytes(stated):
@@ -96,6 +107,37 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocab
     if isinstance(template, dict):
         template = template.get("default")
     return Vocabulary(**{**vars(vocabulary), "template": template})
+
+
+def _word_pieces(tokenizer: PreTrainedTokenizerBase, stated: dict[str, Any], size: int) -> Vocabulary:
+    """Return the vocabulary of BERT: pieces at the beginning of words have `SPACE` before them, others no `##`."""
+    normalizer, splitter = (stated[part] or {"type": "None"} for part in ("normalizer", "pre_tokenizer"))
+    kinds = normalizer["type"], splitter["type"]
+    if kinds != ("BertNormalizer", "BertPreTokenizer") or stated["model"]["continuing_subword_prefix"] != PIECE:
+        raise ValueError(f"its WordPiece tokenizer has other steps ({', '.join(kinds)}) than that of BERT")
+    if not (normalizer["clean_text"] and normalizer["handle_chinese_chars"]):
+        raise ValueError("its tokenizer keeps control characters or words of Chinese, which llama.cpp does not do")
+    ids, plain = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
+    begin, end = tokenizer.cls_token_id, tokenizer.sep_token_id
+    if ids != [begin, *plain, end]:
+        raise ValueError("its tokenizer does not put the tokens cls and sep around a text, as llama.cpp does")
+    pieces, types = _tokens(tokenizer, size, str(tokenizer.unk_token or ""))
+    texts = [piece if kind in WHOLE else _phantom(piece) for piece, kind in zip(pieces, types, strict=True)]
+    accents, lower = normalizer["strip_accents"], normalizer["lowercase"]
+    flags = _special(tokenizer) | {
+        "normalizer.lowercase": lower,
+        "normalizer.strip_accents": lower if accents is None else accents,
+        "bos_token_id": begin,
+        "cls_token_id": begin,
+        "add_bos_token": True,
+        "add_sep_token": True,
+    }
+    return Vocabulary("bert", "default", texts, types, flags=flags, text=json.dumps(stated))
+
+
+def _phantom(piece: str) -> str:
+    """Return a piece with `SPACE` at the beginning of a word, and without `PIECE` inside of one."""
+    return piece.removeprefix(PIECE) if piece.startswith(PIECE) else SPACE + piece
 
 
 def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compress.blockwise.capture import Call, ModelShell, check_hidden, hold
 from compress.blockwise.store import ActivationStore
 from compress.models.kinds.batch import Batch
+from compress.models.paged import Paging, hold_in_file
 from compress.models.structure.blocks import Block
 from compress.models.structure.links import Group, Link, find_groups
 from compress.models.structure.permutations import Permutation
@@ -173,6 +174,15 @@ class BlockContext:
         for forward in self.forwards(module, inputs):
             outputs.append(forward())
         return outputs
+
+    def paging(self) -> Paging:
+        """Return what moves solved layers to files, if the run says so."""
+        return Paging(self.run.weights_folder)
+
+    def hold_in_file(self, modules: Sequence[nn.Module]) -> None:
+        """Hold modules in a file if the run has a folder for it; a model in memory stays there."""
+        if self.run.work is not None:
+            hold_in_file(modules, self.run.work)
 
     def groups(self) -> Sequence[Group]:
         """Find the groups of the block with the probe."""

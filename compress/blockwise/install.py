@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from compress.blockwise.storage import round_to_storage
 from compress.checkpoint.save import stored_sparsity
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.layers.base import InputTransform, WeightPart
 from compress.layers.linear import CompressedLinear, linears, parts_of
 from compress.layers.parts.dense import DenseScheme
-from compress.models.computation import kept_dtype
 from compress.models.structure.blocks import Block
-from compress.numerics.dtypes import bytes_of, rounded
+from compress.numerics.dtypes import bytes_of
 from compress.numerics.histogram import LayerHistograms
 from compress.numerics.metrics import histogram, relative_error
 from compress.passes.contract.context import Run
@@ -299,21 +299,6 @@ def _equal_transforms(first_transform: InputTransform, second_transform: InputTr
     return first_transform.scheme == second_transform.scheme and all(
         torch.equal(tensor, second_tensors[name]) for name, tensor in first_tensors.items()
     )
-
-
-def round_to_storage(module: nn.Module, run: Run) -> None:
-    """Round dense float tensors to the storage dtype, in which scales are computed.
-
-    Embeddings and LM heads that are already quantized are not changed.
-    """
-    for name, tensor in module.named_parameters():
-        if name in run.ends:
-            continue
-        storage = kept_dtype(module, name, run.storage)
-        tensor.data = rounded(tensor.data, run.format.stored_dtype(tensor.shape, storage))
-    for part in module.modules():
-        if isinstance(part, WeightPart):
-            part.round_to(run.storage)
 
 
 def check_equal_in_processes(module: nn.Module, name: str, processes: Processes) -> None:

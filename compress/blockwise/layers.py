@@ -20,7 +20,7 @@ from compress.blockwise.install import group_by_transforms, install, keep_worst_
 from compress.blockwise.lockstep import lockstep, run_in_turn
 from compress.blockwise.recomputed import recompute
 from compress.blockwise.reference import ReferenceBlock, twin
-from compress.blockwise.store import ActivationStore, hold_in_file
+from compress.blockwise.store import ActivationStore
 from compress.layers.linear import replace_linear
 from compress.models.experts import ROUTED, in_experts, unroute
 from compress.passes.contract.journal import JournalEntry
@@ -62,6 +62,7 @@ class LayerWork:
         self.original = twin(module) if self.observed_at_once < stages else module
         self.reference: ReferenceBlock | None = None
         self.reference_outputs: ActivationStore | None = None
+        self.paging = context.paging()
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
         """Run the pass.
@@ -92,6 +93,7 @@ class LayerWork:
                 self._solve_stages(observed)
             if keep_outputs:
                 self.context.propagate()
+        self.paging.finish()
         if self.reference is not None:
             self.reference_outputs = ActivationStore(self.context.store_bytes, self.context.run.work)
             for i in range(len(hidden)):
@@ -167,6 +169,8 @@ class LayerWork:
                 self.results += [self._solve(name, absmax_by_layer[name])[0] for name in names]
                 self.results = keep_worst_histograms(self.results)
                 self._free(names)
+                for name in names:
+                    self.paging.add(self.layers[name])
             else:
                 self._free(name for name in names if owners is not None and owners[name] != self.processes.rank)
         if self.processes.size > 1 and owners is None:
@@ -236,9 +240,8 @@ class LayerWork:
 
     def _hold_in_file(self, names: Sequence[str]) -> None:
         """Hold solved layers in a file if the run has a folder for it; a model in memory stays there."""
-        if self.context.run.work is not None:
-            hold_in_file([self.layers[name] for name in names], self.context.run.work)
-            return_freed_memory()
+        self.context.hold_in_file([self.layers[name] for name in names])
+        return_freed_memory()
 
     def _cost(self, name: str) -> float:
         """Estimate the relative time of a layer's solution: products with a Hessian are quadratic in the columns."""

@@ -1,22 +1,17 @@
-"""Files in place of memory: a bounded store of the activations between blocks, and solved weights of a block."""
+"""A bounded store of the activations between blocks: what exceeds its limit is in files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.errors import SaveError
-from compress.models.tensors import assign
-from compress.numerics.dtypes import SAFETENSORS
-
-LEAST_BYTES = 1 << 20  # of modules that are held in a file; smaller ones are not worth it
 
 
 class ActivationStore:
@@ -100,47 +95,3 @@ class ActivationStore:
             raise SaveError(f"{message}; {hint}") from error
         self._devices[index] = str(tensor.device)
         return path
-
-
-def hold_in_file(modules: Sequence[nn.Module], within: Path) -> None:
-    """Replace the tensors of modules by equal views of a file, whose pages the system takes back when it needs memory.
-
-    The file has no name any more, so it ends with the last view of it. Tensors stay where they are if they are views of
-    larger ones, belong to several modules, or are on an accelerator, and all of them if they are smaller than
-    `LEAST_BYTES` together or the system does not remove files with views (Windows).
-
-    Args:
-        modules: the modules.
-        within: folder in which a temporary folder is created.
-
-    Raises:
-        SaveError: if the file cannot be written.
-    """
-    states = [module.state_dict() for module in modules]
-    uses = Counter(tensor.data_ptr() for state in states for tensor in state.values())
-    tensors = {
-        f"{number}.{name}": tensor
-        for number, state in enumerate(states)
-        for name, tensor in state.items()
-        if uses[tensor.data_ptr()] == 1 and _can_move(tensor)
-    }
-    if os.name != "posix" or sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
-        return
-    try:
-        within.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory("", "compress-weights-", within, ignore_cleanup_errors=True) as folder:
-            path = Path(folder) / "weights.safetensors"
-            save_file(tensors, path)
-            views = load_file(path)
-    except (OSError, SafetensorError) as error:
-        message = f"solved weights of a block cannot be written to {within} ({error}); free disk space there"
-        raise SaveError(message) from error
-    for number, module in enumerate(modules):
-        prefix = f"{number}."
-        assign(module, {name.removeprefix(prefix): view for name, view in views.items() if name.startswith(prefix)})
-
-
-def _can_move(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the CPU, of a dtype of safetensors, and the only content of its memory."""
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor.device.type == "cpu" and tensor.dtype in SAFETENSORS.values() and is_whole

@@ -24,14 +24,15 @@ from compress.blockwise.install import (
     absorb_transforms,
     check_equal_in_processes,
     keep_worst_histograms,
-    round_to_storage,
 )
 from compress.blockwise.layers import LayerWork
 from compress.blockwise.original import check_same_stream, needs_original
 from compress.blockwise.reference import twin
+from compress.blockwise.storage import round_to_storage
 from compress.blockwise.store import ActivationStore
 from compress.blockwise.survey import SurveyTask, report_notes, run_surveys
 from compress.checkpoint.opened import OpenModel
+from compress.layers.linear import linears
 from compress.models.experts import unroute
 from compress.models.kinds.batch import Batch
 from compress.models.structure.blocks import Block
@@ -187,12 +188,12 @@ class Sweep:
     def _load(self, block: Block) -> None:
         """Load the weights of a block, rounded to the storage dtype."""
         self.opened.weights.bring(block)
-        round_to_storage(block.module, self.run)
+        round_to_storage(block.module, self.run, self.run.weights_folder)
 
     def _bring(self, block: Block) -> nn.Module:
         """Load the weights of a block, rounded to the storage dtype, and prefetch the next block."""
         self.opened.bring(block)
-        round_to_storage(block.module, self.run)
+        round_to_storage(block.module, self.run, self.run.weights_folder)
         return block.module
 
     def _uncompressed(self, block: Block) -> nn.Module:
@@ -263,6 +264,8 @@ class Sweep:
         inputs.check(step)
         step.solve_block(context.block.module, inputs, context.logger(context.block.name))
         round_to_storage(context.block.module, self.run)
+        if self.run.pages_weights:
+            context.hold_in_file(list(linears(context.block.module).values()))
         if inputs.work is not None:
             shutil.rmtree(inputs.work, ignore_errors=True)
         return inputs.results

@@ -19,6 +19,7 @@ from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
 from compress.models.caches.attentions import cache_digests, cache_policies
 from compress.models.caches.base import CachePolicy, read_policy
+from compress.models.paged import paged
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import compressed_ends
 from compress.numerics.sparse.positions import SparsePolicy
@@ -108,6 +109,7 @@ class FormatCodec:
     Attributes:
         storage: dtype of dense tensors, and of scales unless the format fixes theirs.
         sparse: policy for storing pruned weights in packed sparse form.
+        within: folder of the files that hold encoded tensors until they are written; None: they are in memory.
         accept: takes the name of a block and the final schemes of its linears by full name; raises an error for those
             that must not be written.
     """
@@ -116,15 +118,17 @@ class FormatCodec:
     storage: torch.dtype
     sparse: SparsePolicy = "auto"
     accept: Callable[[str, Mapping[str, LayerScheme]], None] | None = None
+    within: Path | None = None
 
     def encode_block(self, block: Block) -> ShardContent:
         """Convert pruned linears to packed sparse weights in place if the policy says so, and encode the block."""
         if self.format.sparse:
-            store_as_planned(block.name, block.module, self.storage, self.sparse)
+            store_as_planned(block.name, block.module, self.storage, self.sparse, self.within)
         layers = {f"{block.name}.{name}": layer for name, layer in linears(block.module).items()}
         if self.accept is not None:
             self.accept(block.name, {name: scheme_of(layer) for name, layer in layers.items()})
-        tensors = block_tensors(block.name, block.module, self.format, self.storage)
+        encoded = block_tensors(block.name, block.module, self.format, self.storage)
+        tensors = dict(sorted(paged(encoded, self.within)))
         compressed = {name: layer for name, layer in layers.items() if isinstance(layer, CompressedLinear)}
         record = _layer_records(compressed) | {"caches": _cache_records(block)}
         return ShardContent(tensors, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from compress.layers.parts.dense import DensePart
 from compress.models.caches.attentions import cache_policies
 from compress.models.caches.base import tensor_names
 from compress.models.computation import mark_kept, mark_read
+from compress.models.paged import Paging
 from compress.models.structure.blocks import Block, find_blocks
 from compress.models.structure.ends import End
 from compress.models.tensors import assign
@@ -37,6 +39,7 @@ class Weights:
         settle: called with every loaded block, for example to convert its linears to the forms of a format.
         sparsities: possible ways to store the masks that linears have before the first pass, by full name.
         reading: time in which `bring` waited for the disk.
+        within: folder of the files that hold weights which are no views of the checkpoint; None: they are in memory.
     """
 
     checkpoint: Checkpoint | None = None
@@ -46,6 +49,7 @@ class Weights:
     settle: Callable[[Block], None] | None = None
     sparsities: dict[str, list[SparseLayout]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
+    within: Path | None = None
 
     @property
     def has_layers(self) -> bool:
@@ -65,6 +69,7 @@ class Weights:
             check_finite({f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()})
             return
         self.checkpoint.block(block, self.masked, self.reading)
+        paging = Paging(self.within)
         for name, layer in linears(block.module).items():
             if isinstance(layer, CompressedLinear):
                 if f"{block.name}.{name}" in self.dense:
@@ -72,8 +77,16 @@ class Weights:
                 self._unpack(layer)
                 if self.keep and f"{block.name}.{name}" in self.masked and layer.positions is None:
                     mask_from_zeros(layer)
+                paging.add(layer)
+        paging.finish()
         if self.settle is not None:
             self.settle(block)
+
+    def page_within(self, folder: Path) -> None:
+        """Hold weights that are no views of the checkpoint in files of a folder from now on."""
+        self.within = folder
+        if self.checkpoint is not None:
+            self.checkpoint.tensors.within = folder
 
     def dequantize(self, layer: CompressedLinear) -> None:
         """Make a layer of the checkpoint dense, in the dtype of computation, without transforms of its inputs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from compress.layers.parts.codes import CodesPart
 from compress.layers.scheme import LayerScheme
 from compress.models.computation import kept_dtype
 from compress.models.experts import CUBES, Experts
+from compress.models.paged import Paging
 from compress.models.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.sparse.positions import SparseLayout, SparsePolicy, sparsities
 
@@ -40,11 +41,17 @@ def masks_as_zeros(model: PreTrainedModel) -> frozenset[str]:
     return frozenset([*loaded, *(name for name, layer in layers.items() if layer.mask_words is not None)])
 
 
-def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
+def store_as_planned(
+    name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy, within: Path | None = None
+) -> None:
     """Convert the pruned linears of the block `name` to packed sparse weights, if the policy says so.
+
+    Args:
+        within: folder of the files that hold converted weights; None: they are in memory.
 
     Raises NumericError if a pruned weight is no longer zero.
     """
+    paging = Paging(within)
     for child_name, layer in linears(module).items():
         if not isinstance(layer, CompressedLinear):
             continue
@@ -52,8 +59,10 @@ def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy:
         try:
             if sparsity is not None:
                 layer.store_kept(sparsity)
+                paging.add(layer)
         except NumericError as error:
             raise NumericError(f"{name}.{child_name}: {error}") from error
+    paging.finish()
 
 
 def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> SparseLayout | None:
@@ -62,21 +71,20 @@ def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: Spars
     return None if mask is None else layer.scheme.stored_sparsity(sparsities(mask), storage, policy)
 
 
-def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
-    """Return all tensors of a block by full name, with compressed linears in the stored form of the format."""
-    tensors: dict[str, Tensor] = {}
+def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a block by full name, with compressed linears in the stored form of the format."""
     inside: list[str] = []
     for child_name, child in module.named_modules():
         if isinstance(child, CompressedLinear):
-            full = f"{name}.{child_name}"
             inside.append(child_name + ".")
-            tensors |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
+            for key, tensor in layer_tensors(child, format_, storage).items():
+                yield f"{name}.{child_name}.{key}", tensor.cpu().contiguous()
     starts = tuple(inside)
     for child_name, tensor in module.state_dict().items():
         if not child_name.startswith(starts):
             dtype = kept_dtype(module, child_name, storage)
-            tensors[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, dtype))
-    return {key: tensors[key].cpu().contiguous() for key in sorted(tensors)}
+            stored = in_storage(tensor, format_.stored_dtype(tensor.shape, dtype))
+            yield f"{name}.{child_name}", stored.cpu().contiguous()
 
 
 def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype | None) -> dict[str, Tensor]:

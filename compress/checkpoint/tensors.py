@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compress.checkpoint.sources.stored import Place, opened_file
 from compress.errors import ModelError
+from compress.models.paged import paged
 from compress.numerics.dtypes import SAFETENSORS
 
 Key = tuple[Path, str]
@@ -135,6 +136,7 @@ class StoredTensors:
         dtype: dtype of computation.
         wider_dtypes: dtype of the tensors that are read in a wider one, by name.
         ahead: reads the next block for an accelerator; by default one with CUDA.
+        within: folder of the files that hold tensors which are no views of the checkpoint; None: they are in memory.
     """
 
     files: Mapping[str, Place]
@@ -143,6 +145,7 @@ class StoredTensors:
     wider_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, repr=False)
     stamps: dict[Path, FileStamp] = field(init=False, repr=False, compare=False)
     ahead: Prefetch | None = field(default=None, repr=False, compare=False)
+    within: Path | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.ahead is None and self.device.type == "cuda":
@@ -152,9 +155,9 @@ class StoredTensors:
     def read(self, names: Iterable[str], reading: Reading | None = None) -> dict[str, Tensor]:
         """Read tensors to the device, those of floats in the dtype of computation. Arguments as of `read_raw`."""
         tensors = self.read_raw(names, reading)
-        return {
-            n: t.to(self.wider_dtypes.get(n, self.dtype)) if t.is_floating_point() else t for n, t in tensors.items()
-        }
+        dtypes = {n: self.wider_dtypes.get(n, self.dtype) for n, t in tensors.items() if t.is_floating_point()}
+        cast = ((name, tensors[name].to(dtype)) for name, dtype in dtypes.items() if tensors[name].dtype != dtype)
+        return tensors | dict(paged(cast, self.within))
 
     def read_raw(self, names: Iterable[str], reading: Reading | None = None) -> dict[str, Tensor]:
         """Read tensors to the device in their stored dtype.

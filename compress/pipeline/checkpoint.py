@@ -233,7 +233,7 @@ class Shards:
     def __post_init__(self) -> None:
         self._began = len(self.run.journal.entries)
         run, manifest = self.run, self.manifest
-        codec = FormatCodec(run.format, run.storage, run.sparse, self.accept)
+        codec = FormatCodec(run.format, run.storage, run.sparse, self.accept, run.weights_folder)
         staging, publish = manifest.folder / WORK / STAGED, manifest.publish
         self._writer = CheckpointWriter(self.opened, codec, manifest.folder, staging, manifest.shards, publish)
 
@@ -267,8 +267,7 @@ class Shards:
             entry = self.manifest.shards.get(block.name)
             targets = {name for _, _, names in self.steps for name in names}
             folder = self.manifest.folder
-            settings = run.format, opened.dtype, opened.device
-            if entry is None or not restore_block(block, entry, folder, targets, *settings):
+            if entry is None or not restore_block(block, entry, folder, targets, run.format, opened):
                 return False
         else:
             entry = self._begun.parts.get(block.name)

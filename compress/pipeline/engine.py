@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compress.blockwise.install import absorb_transforms, round_to_storage
+from compress.blockwise.install import absorb_transforms
+from compress.blockwise.storage import round_to_storage
 from compress.blockwise.sweep import Sweep
 from compress.checkpoint.opened import OpenModel
 from compress.kernels.dispatch import plain_torch

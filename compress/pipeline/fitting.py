@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from compress.data.ids import extent
 from compress.errors import ShortageError
 from compress.models.experts import in_experts
+from compress.models.paged import portion_bytes
 from compress.passes.contract.memory import STORE_BYTES, copies_limit
 from compress.passes.contract.passes import LayerPass, ModelPass, Step
 from compress.pipeline.footprint import EVALUATION, Footprint, Need
@@ -33,7 +35,8 @@ class Fit:
     batch: sequences of a calibration batch. store_bytes: the limit of each store of activations; more goes to files.
     copies_bytes: the limit of the copies that kernels make of packed weights. inputs_at_once: the most input tensors of
     a block whose statistics are in memory at once; None: those of all layers. recomputes: activations inside of a block
-    are computed again for each input, instead of stored. notes: what differs from the recipe.
+    are computed again for each input, instead of stored. pages_weights: weights of a block that are no views of its
+    file, and solved ones, are in files. notes: what differs from the recipe.
     """
 
     batch: int
@@ -42,6 +45,7 @@ class Fit:
     needs: tuple[Need, ...]
     inputs_at_once: int | None = None
     recomputes: bool = False
+    pages_weights: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -54,7 +58,7 @@ def unlimited(footprint: Footprint) -> Fit:
     """A run without a limit."""
     batch = footprint.recipe.calibration.batch
     copies = footprint.copies_bytes if footprint.copied_bytes > footprint.copies_bytes else sys.maxsize
-    changed = footprint.inputs_at_once, footprint.recomputes
+    changed = footprint.inputs_at_once, footprint.recomputes, footprint.pages_weights
     return Fit(batch, footprint.store_bytes, copies, tuple(footprint.needs()), *changed)
 
 
@@ -173,23 +177,30 @@ def _groups(footprint: Footprint) -> list[int | None]:
 
 
 def _least(footprint: Footprint) -> Footprint:
-    """Return the footprint with the smallest stores and groups of inputs, that holds nothing that can be recomputed."""
-    changed = {"store_bytes": _stores(footprint)[-1], "inputs_at_once": _groups(footprint)[-1]}
+    """Return the footprint with the smallest stores and groups of inputs, that holds nothing that can be recomputed.
+
+    Weights are in files if they can be.
+    """
+    changed: dict[str, Any] = {"store_bytes": _stores(footprint)[-1], "inputs_at_once": _groups(footprint)[-1]}
+    changed["pages_weights"] = footprint.can_page
     return replace(footprint, **changed, recomputes=bool(footprint.recomputing_steps()))
 
 
 def _largest_fit(footprint: Footprint, limit: int) -> Fit | None:
     """Return the run with the largest group of inputs, then the largest stores, within a limit; None if none fits.
 
-    A smaller store costs only files, so stores shrink first. Recomputing costs about one more forward pass through each
-    block, a smaller group one or more for each group.
+    A smaller store costs only files, so stores shrink first, then weights go to files. Recomputing costs about one more
+    forward pass through each block, a smaller group one or more for each group.
     """
     # statistics that are all in memory are freed as layers are compressed, so all of them may need less than some
     if not _fits(_least(footprint), limit) and not _fits(footprint, limit):
         return None
     can_recompute = (False, True) if footprint.recomputing_steps() else (False,)
-    for count, recomputes, store in product(_groups(footprint), can_recompute, _stores(footprint)):
-        fit = unlimited(replace(footprint, store_bytes=store, inputs_at_once=count, recomputes=recomputes))
+    can_page = (False, True) if footprint.can_page else (False,)
+    settings = product(_groups(footprint), can_recompute, can_page, _stores(footprint))
+    for count, recomputes, pages, store in settings:
+        changed = {"inputs_at_once": count, "recomputes": recomputes, "pages_weights": pages}
+        fit = unlimited(replace(footprint, store_bytes=store, **changed))
         if fit.peak_bytes <= limit:
             return fit
     return None
@@ -203,6 +214,11 @@ def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int)
         yield (
             f"{limit}, activations between blocks beyond {megabytes(fit.store_bytes)} MB are stored in files, up to "
             f"{in_files} MB for each store"
+        )
+    if fit.pages_weights:
+        yield (
+            f"{limit}, weights of a block are stored in files, {megabytes(portion_bytes(0))} MB of them in memory; "
+            "the codes do not change"
         )
     if fit.recomputes:
         has_experts = any(in_experts(block.module) for block in footprint.opened.blocks)

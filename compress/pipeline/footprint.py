@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from compress.layers.scheme import LayerScheme
 from compress.models.experts import in_experts
 from compress.models.kinds.contract import text_config
 from compress.models.kinds.kinds import adapter_of, is_headless
+from compress.models.paged import portion_bytes
 from compress.models.reshape.experts import experts_per_token
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends
@@ -42,6 +44,7 @@ from compress.train.options import TrainingOptions
 # and the next tensor (queries, keys and values together, if these are wider than the widest input). With the width of
 # the widest input of a linear: the tensors that it is computed from (gate, up and activation).
 NARROW, WIDE = 3, 3
+WAITING = 2  # with the hidden width, while a batch waits at an input: the residual and the output of a norm
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
@@ -91,7 +94,8 @@ class Footprint:
     packed weights may take; where all take more, the evaluation holds those of one block. inputs_at_once: the most
     input tensors of a block whose statistics are in memory at once; None: those of all layers. recomputes: whether
     activations inside of a block are computed again instead of stored (`recomputed`). unbuilt_linears: linears of the
-    blocks that are not there because equal ones stand for them.
+    blocks that are not there because equal ones stand for them. pages_weights: whether weights of a block that are no
+    views of its file, and solved ones, are in files (`Run.pages_weights`).
     """
 
     resolved: ResolvedRecipe
@@ -102,6 +106,7 @@ class Footprint:
     recomputes: bool = False
     several: bool = False
     unbuilt_linears: int = 0
+    pages_weights: bool = False
     tokens: int = field(init=False)
     length: int = field(init=False)
 
@@ -126,8 +131,20 @@ class Footprint:
         self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
+        self.attention = self._attention_width(described)
         self.listed_bytes = self._listed_bytes(read + sequences)
         self.outside, self.ends = outside_dense(self.opened), find_ends(self.opened.model)
+
+    def _attention_width(self, config: Any) -> int:
+        """Return the numbers of a token while it waits at the output of attention.
+
+        The output of the norm, queries, keys, values, and what attention has computed from them; the residual is the
+        input of the block.
+        """
+        heads = getattr(config, "num_attention_heads", None) or 1
+        size = getattr(config, "head_dim", None) or self.hidden // heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        return self.hidden + 2 * heads * size + 2 * shared * size
 
     def _listed_bytes(self, calibrated: int) -> int:
         """Bytes of the examples of lists: those of the calibration, of its batches, and of the evaluation.
@@ -306,16 +323,85 @@ class Footprint:
             unquantized = [4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n)]
             around["unquantized weights"] = sum(unquantized)
         if not has_all_blocks:
-            around["the block"] = self.held(self._tensors(block))
+            around["the block"] = self._unpaged(self.held(self._tensors(block)), block)
         forward = {"a forward pass": self.forward_bytes(self._per_batch(block))}
         needs = [Need(f"forward passes on {block.name}", around | forward)]
         for i, step, names in mine:
             pass_parts = around | self._parts_of(i, step, names, block)
             if not has_all_blocks:
-                compressed = [self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n)]
-                pass_parts["the compressed block"] = sum(compressed) - self._exchanged_bytes(i, step, names)
+                compressed = self._block_after(i, step, block)
+                in_memory = self._unpaged(compressed, block) if isinstance(step, LayerPass) else compressed
+                pass_parts["the compressed block"] = in_memory - min(in_memory, self._exchanged_bytes(i, step, names))
             needs.append(Need(f"{self.steps[i][0]} on {block.name}", pass_parts))
+        if not has_all_blocks and mine:
+            last = mine[-1][0]
+            compressed = self._unpaged(self._block_after(last, self.steps[last][1], block), block)
+            written = {
+                "the compressed block": compressed,
+                "its stored form": self._unpaged(self._encoded(block), block),
+            }
+            needs.append(Need(f"writing of {block.name}", around | written))
         return needs
+
+    def _encoded(self, block: Block) -> int:
+        """Return the bytes of the tensors of a block in their stored form that are not those of the block itself."""
+        count = len(self.steps)
+        cast = self.resolved.storage.itemsize != self.itemsize
+        size = 0
+        for name, (rows, width) in self.shapes.items():
+            if self._inside(block, name):
+                if self.before(count, name).quantized:
+                    size += self._compressed_bytes(count, name)
+                elif cast:
+                    size += rows * width * self.resolved.storage.itemsize
+        return size
+
+    def _block_after(self, index: int, step: Pass, block: Block) -> int:
+        """Return the most bytes of the linears of a block during step `index`, after which they are compressed.
+
+        A layer pass replaces one linear after the other, of which those that an earlier pass changed are no views.
+        """
+        size = 0
+        for name in self.shapes:
+            if self._inside(block, name):
+                after = self._compressed_bytes(index + 1, name)
+                changed = isinstance(step, LayerPass) and self._changed_dense(index, name)
+                size += max(after, self._compressed_bytes(index, name)) if changed else after
+        return size
+
+    def _changed_dense(self, count: int, name: str) -> bool:
+        """Whether one of the first `count` steps changes a linear that stays dense."""
+        return self._is_target(count, name) and not self.before(count, name).quantized
+
+    @cached_property
+    def can_page(self) -> bool:
+        """Whether weights of a block may be in files: they take more than a portion of memory, and can be mapped.
+
+        Passes over the whole model change weights in place, and the original model and weights before quantization are
+        in memory.
+        """
+        steps = [step for _, step, _ in self.steps]
+        checkpoint = self.opened.weights.checkpoint
+        if checkpoint is None or self.opened.device.type != "cpu" or any(isinstance(step, ModelPass) for step in steps):
+            return False
+        if any(step.requires.original or step.requires.unquantized for step in steps):
+            return False
+        if any(place.path.suffix != ".safetensors" for place in checkpoint.named.values()):
+            return False
+        return any(self._largest_weights(block) > portion_bytes(0) for block in self._kinds())
+
+    def _largest_weights(self, block: Block) -> int:
+        """Return the bytes of the weights of a block that are no views, before the sweep or after a pass of it."""
+        names = [name for name in self.shapes if self._inside(block, name)]
+        after = (sum(self._compressed_bytes(i + 1, name) for name in names) for i in range(len(self.steps)))
+        return max(self.held(self._tensors(block)), *after)
+
+    def _unpaged(self, size: int, block: Block) -> int:
+        """Return the bytes in memory of weights of a block, which are moved to files in portions."""
+        if not self.pages_weights:
+            return size
+        largest = max((rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n)), default=0)
+        return min(size, portion_bytes(self.itemsize * largest))
 
     def _parts_of(self, index: int, step: Pass, names: Sequence[str], block: Block) -> dict[str, int]:
         """The memory of one pass in a block."""
@@ -390,11 +476,34 @@ class Footprint:
         In lockstep (`true_sequential`) the statistics of one input are in memory at a time. All batches stop inside of
         the block, and also all batches of the uncompressed model if the pass compares with it. Their activations are
         in no store. If they are recomputed, only inputs of experts are stored.
+
+        The parts of the input that takes most are returned.
+        """
+        if not step.true_sequential:
+            return self._observed_parts(step, names, block, len(self._inputs(names)))
+        by_width: dict[int, list[str]] = {}
+        for name in names:
+            by_width.setdefault(self.shapes[name][1], []).append(name)
+        inputs = len(self._inputs(names))
+        parts = [self._observed_parts(step, members, block, inputs) for members in by_width.values()]
+        return max(parts, key=lambda sizes: sum(sizes.values()))
+
+    def _waiting_width(self, width: int) -> int:
+        """Return the numbers of a token that waits at an input of this width, without the input of the block."""
+        return (
+            WAITING * self.hidden + width if width > self.hidden else max(self.attention, NARROW * self.hidden + width)
+        )
+
+    def _observed_parts(self, step: LayerPass, names: Sequence[str], block: Block, inputs: int) -> dict[str, int]:
+        """`_layer_pass_parts` of linears whose inputs are observed together, or have one width.
+
+        Args:
+            inputs: number of inputs of the pass in the block.
         """
         widths, (observed, size) = self._input_widths(names), self._statistics(step, names)
-        statistics = f"statistics of {len(observed)} of {len(widths)} inputs" if observed != widths else "statistics"
+        statistics = f"statistics of {len(observed)} of {inputs} inputs" if len(observed) < inputs else "statistics"
         length = self.lengths[block.stack]
-        inside = length * (NARROW * self.hidden + self.widest) + (self._read(block) - length) * CROSS * self.hidden
+        inside = length * self._waiting_width(max(widths)) + (self._read(block) - length) * CROSS * self.hidden
         stopped = self.sequences * self.itemsize * inside
         reread = max(0, self._states_bytes(block) - self.store_bytes)  # read again from files
         again = self.recomputes and _can_recompute(step)

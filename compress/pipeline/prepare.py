@@ -115,10 +115,13 @@ def prepare(
         store_bytes=planned.fit.store_bytes,
         inputs_at_once=planned.fit.inputs_at_once,
         recomputes=planned.fit.recomputes,
+        pages_weights=planned.fit.pages_weights,
         open_teacher=partial(open_teacher, recipe, opened),
         open_original=partial(open_original, recipe, opened),
         work=out / WORK / "passes",
     )
+    if run.weights_folder is not None:
+        opened.weights.page_within(run.weights_folder)
     for text in {use.label: use for use in given_texts(recipe, opened)}.values():
         journal.add("note", "data", f"{text.label} (sha256 {text.data.sha256[:12]}) {NOT_IN_RECIPE}")
     accept = settled_check(resolved)

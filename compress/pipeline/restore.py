@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-import torch
-
 from compress.checkpoint.caches import install_policies
 from compress.checkpoint.codec import ShardEntry
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.layers import StoredLayers
+from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.sources.stored import by_owner, stored_in
 from compress.checkpoint.tensors import StoredTensors
 from compress.layers.linear import CompressedLinear, linears
@@ -25,21 +24,20 @@ def restore_block(
     folder: Path,
     targets: Collection[str],
     format_: Format,
-    dtype: torch.dtype,
-    device: torch.device,
+    opened: OpenModel,
 ) -> bool:
     """Restore a block from its shard.
 
     Args:
         targets: full names of linears that passes compress.
-        dtype: dtype of computation.
+        opened: the model of the block.
 
     Returns:
         False, without a change, if the file is missing or changed.
     """
     if not entry.is_unchanged(folder):
         return False
-    tensors = StoredTensors(stored_in(folder / entry.file), dtype, device)
+    tensors = StoredTensors(stored_in(folder / entry.file), opened.dtype, opened.device, within=opened.weights.within)
     schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
     present = {f"{block.name}.{name}".removesuffix(".") for name in cache_policies(block.module)}
     policies = {name: policy for name, policy in entry.cache_policies().items() if name not in present}

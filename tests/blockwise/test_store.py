@@ -1,6 +1,5 @@
 """The activation store: in memory up to its limit, the rest in files; what is put in comes out."""
 
-import sys
 import tempfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
 
-from compress.blockwise.store import LEAST_BYTES, ActivationStore, hold_in_file
+from compress.blockwise.store import ActivationStore
 from compress.errors import SaveError
 
 ROW = 40  # bytes of a tensor of 10 floats
@@ -105,47 +103,3 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     store = ActivationStore(0, tmp_path / "file")
     with pytest.raises(SaveError, match="activations .*cannot be written"):
         store.append(tensor(0))
-
-
-def module_of(**tensors):
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        module.register_buffer(name, tensor)
-    return module
-
-
-def mapped(tensor) -> bool:
-    """Whether a tensor lies in a file that has no name any more."""
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "(deleted)" in line]
-    bounds = [[int(place, 16) for place in line[0].split("-")] for line in maps if "compress-weights-" in line[5]]
-    return any(start <= tensor.data_ptr() < end for start, end in bounds)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the maps of the process are those of Linux")
-def test_solved_weights_are_views_of_a_file_without_a_name(tmp_path):
-    whole = torch.arange(1 << 19, dtype=torch.float32)
-    tensors = {"weight": whole.clone(), "mask": whole > 7, "scale": torch.ones(3, dtype=torch.bfloat16)}
-    shared = torch.ones(5)
-    modules = [module_of(**tensors, part=whole[:4], common=shared), module_of(weight=-whole, common=shared)]
-    hold_in_file(modules, tmp_path / "work")
-    for name, tensor in {**tensors, "part": whole[:4], "common": shared}.items():
-        found = getattr(modules[0], name)
-        assert torch.equal(found, tensor) and found.dtype == tensor.dtype
-        assert mapped(found) == (name in tensors)  # views of larger tensors, and common ones, stay
-    assert torch.equal(modules[1].weight, -whole) and modules[1].common is shared
-    assert list((tmp_path / "work").iterdir()) == []
-    modules[1].weight.add_(1)  # what is changed is a copy
-    assert torch.equal(modules[1].weight, 1 - whole)
-
-
-def test_small_weights_stay_in_memory(tmp_path):
-    module = module_of(weight=torch.ones(LEAST_BYTES // 4 - 1))
-    before = module.weight
-    hold_in_file([module], tmp_path)
-    assert module.weight is before
-
-
-def test_weights_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SaveError, match="solved weights of a block cannot be written to .*file .*; free disk"):
-        hold_in_file([module_of(weight=torch.ones(LEAST_BYTES // 4))], tmp_path / "file")

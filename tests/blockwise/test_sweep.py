@@ -9,7 +9,7 @@ from batches import batch_of
 import compress
 from compress.blockwise.capture import ModelShell
 from compress.blockwise.context import capture_inputs
-from compress.blockwise.install import round_to_storage
+from compress.blockwise.storage import round_to_storage
 from compress.blockwise.sweep import Sweep
 from compress.errors import NumericError
 from compress.kernels.dispatch import plain_torch

@@ -101,9 +101,10 @@ def round_columns(
 def rounding_bytes(rows: int, width: int) -> int:
     """Return the peak memory of factoring a Hessian and then rounding a weight [rows, width], in bytes.
 
-    The sweep also holds the weight in its order, and the codes with two copies while they are stacked.
+    The factor itself is not counted; its statistics hold it. The sweep also holds the weight in its order, and the
+    codes with two copies while they are stacked.
     """
-    return max(factor_bytes(width), 4 * width * width + sweep_bytes(rows, width) + (4 + 3) * rows * width)
+    return max(factor_bytes(width) - 4 * width * width, sweep_bytes(rows, width) + (4 + 3) * rows * width)
 
 
 def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, "out in"]:

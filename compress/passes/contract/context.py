@@ -62,6 +62,8 @@ class Run:
             calibrated on the original block; None: those of all layers.
         recomputes: whether a pass with `true_sequential` computes the activations inside of a block again for each
             input, instead of holding those of all batches; passes that compare with the uncompressed model hold them.
+        pages_weights: whether weights of a block that are no views of its file, and solved ones, are in files of
+            `work`.
         all_experts: whether every expert sees all calibration tokens, instead of those that the router sends to it.
         expert_tokens: an expert with fewer calibration tokens is recorded as a fallback in the journal.
     """
@@ -85,6 +87,7 @@ class Run:
     store_bytes: int = STORE_BYTES
     inputs_at_once: int | None = None
     recomputes: bool = False
+    pages_weights: bool = False
     all_experts: bool = False
     expert_tokens: int = 0
     source_codes: Callable[[str], SourceCodes | None] = no_codes
@@ -94,6 +97,11 @@ class Run:
     def scale_dtype(self) -> torch.dtype:
         """The dtype of stored scales."""
         return self.format.scales_in(self.storage)
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder for files of weights, or None if they stay in memory."""
+        return self.work if self.pages_weights else None
 
     def at(self, label: str) -> Run:
         """Return the same run with the label of one pass; the journal and the costs are shared."""

@@ -59,6 +59,11 @@ class ProblemSize:
     shape: tuple[int, int] = (0, 0)
     hidden: int = 0
 
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of the weights in float32 beside those of a narrower dtype, which a solver holds; 0 for float32."""
+        return 4 * self.weights if self.itemsize < 4 else 0
+
     @classmethod
     def of_linear(cls, shape: tuple[int, int], itemsize: int) -> ProblemSize:
         """Return the size of one linear (out, in)."""

@@ -167,7 +167,8 @@ class PruningPass(Pruning, CompensatingPass):
 
     def memory(self, size: ProblemSize) -> int:
         size_bytes = super().memory(size)
-        return max(size_bytes, repaired_in_mask_bytes(*size.shape)) if self.repair_rounds else size_bytes
+        repair = size.cast_bytes + repaired_in_mask_bytes(*size.shape)
+        return max(size_bytes, repair) if self.repair_rounds else size_bytes
 
     def shared_work(self, width: int) -> Work:
         # no factor without a sweep or an asymmetric error

@@ -127,7 +127,8 @@ class SparseGPT(PruningPass):
         return replace(effects, scheme=layer.with_parts(codes), facts=effects.facts | quantized)
 
     def memory(self, size: ProblemSize) -> int:
-        return super().memory(size) + rounding_bytes(*size.shape)
+        pruning = 5 * size.weights + rounding_bytes(*size.shape)  # the scores in float32, and the mask
+        return max(super().memory(size), size.cast_bytes + pruning)
 
     def work(self, shape: tuple[int, int]) -> Any:
         # with rounded weights nothing is repaired

@@ -94,7 +94,7 @@ class GPTQ(CompensatingPass, QuantizingPass):
         if self.grid.run > 1:
             return super().memory(size) + rounding_bytes_of_runs(*size.shape)
         refining = refine_bytes(*size.shape) if self.refine else 0
-        return super().memory(size) + max(rounding_bytes(*size.shape), refining)
+        return max(super().memory(size), size.cast_bytes + max(rounding_bytes(*size.shape), refining))
 
     def work(self, shape: tuple[int, int]) -> Work:
         weights, width = shape[0] * shape[1], shape[1]

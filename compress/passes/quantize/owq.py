@@ -83,7 +83,7 @@ class OWQ(CompensatingPass, QuantizingPass):
 
     def memory(self, size: ProblemSize) -> int:
         refining = refine_bytes(*size.shape) if self.refine else 0
-        return super().memory(size) + max(rounding_bytes(*size.shape), refining)
+        return max(super().memory(size), size.cast_bytes + max(rounding_bytes(*size.shape), refining))
 
     def codes(self, weight: Float[Tensor, "out in"], statistics: Gram, layer: Layer) -> list[WeightPart]:
         chosen = self.weak_columns(weight.float(), statistics, layer)

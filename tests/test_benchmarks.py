@@ -56,6 +56,7 @@ RUNS = {
 
 SLOW = {
     "drop_experts": "--steps 2 --windows 2 --seeds 1",
+    "experts": "--steps 2 --windows 2 --sequences 2",
     "evaluation": "{pico} --data {folder} --tasks '' --text {text} --limit 1 --rounds 1",
     "fuzz": "--inputs 2",
     "kernels": "--threads 1 --shape 64x64 --grid int4 --batch 1",

@@ -74,11 +74,14 @@ def apply(
     opened = in_memory(model, tokenizer)
     for log in with_masks(opened, masked_in(model.config), masks).notes:
         journal.add("note", "model", log)
+    stated = calibration if isinstance(calibration, Calibration) else Calibration()
     recipe = Recipe.model_construct(
         model=type(model).__name__,
         passes=passes,
         save=Save(format="native"),
-        calibration=Calibration(sequences=None, length=None),  # the caller gives token ids
+        calibration=Calibration(  # the caller gives token ids
+            sequences=None, length=None, experts=stated.experts, expert_tokens=stated.expert_tokens
+        ),
         eval=None,
     )
     resolved = within_size(resolve(recipe, opened))

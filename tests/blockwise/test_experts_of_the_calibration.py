@@ -8,6 +8,7 @@ from tolerances import same_logits
 import compress
 from compress import GPTQ, Calibration, Wanda
 from compress.errors import RecipeError
+from compress.layers.linear import linears
 from compress.models.experts import Experts, open_experts, unroute
 from compress.pipeline.fitting import LIBRARIES_BYTES
 
@@ -76,6 +77,16 @@ def test_a_model_in_memory_routes_again_afterwards(mixture, tiny):
     model = tiny("qwen3-moe")
     compress.apply(model, [GPTQ(group_size=16)], mixture("gptq", experts="all").calibration)
     assert not any(module.unrouted for module in model.modules() if isinstance(module, Experts))
+
+
+def test_experts_of_a_model_in_memory_see_the_tokens_that_the_calibration_states(mixture, tiny):
+    codes = {}
+    for experts in ("routed", "all"):
+        model = tiny("qwen3-moe")
+        compress.apply(model, [GPTQ(group_size=16)], mixture("gptq", experts=experts).calibration)
+        layers = {name: layer for name, layer in linears(model).items() if ".experts." in name}
+        codes[experts] = {name: layer.all_parts[0].sha256() for name, layer in layers.items()}
+    assert codes["routed"].keys() == codes["all"].keys() and codes["routed"] != codes["all"]
 
 
 @pytest.mark.parametrize(("wanted", "warned"), [(0, False), (10_000, True)])

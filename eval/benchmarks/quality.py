@@ -11,6 +11,8 @@ checkpoint is evaluated on the windows. One JSON line per recipe:
 kl: of the uncompressed next-token distribution to the checkpoint's, nats per token, with its standard error over windows;
 kl_by_position: [first position, last position, KL] of each part of a window.
 A recipe with `self_share` samples that share of the calibration from the model; the given sequences are the rest.
+--sequences: of the calibration, sampled ones included; without it as many as there are in the file. With a recipe of
+`self_share: 0.75`, `--sequences 64` reads 16 sequences of the file and samples 48.
 
 --also: a second text, of another kind than the calibration's, in windows of the same number and length; the line ends
 with its perplexity, base_perplexity, KL, and difference of the loss from the base's with the standard error over windows.
@@ -71,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="hub id, local folder or .gguf file")
     parser.add_argument("--test", required=True, help="token ids of the windows, .npy [windows, length]")
     parser.add_argument("--calibration", required=True, help="token ids, .npy [sequences, length]")
+    parser.add_argument("--sequences", type=int, help="of the calibration; those of the file if not given")
     parser.add_argument("--also", metavar="TEXT", help="a second text: embedded, a file, ...")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, help="threads of torch; all cores if not given")
@@ -80,7 +83,7 @@ def parse() -> argparse.Namespace:
 
 
 def forwarded(arguments: argparse.Namespace) -> list[str]:
-    names = ("model", "test", "calibration", "also", "dtype", "threads", "out")
+    names = ("model", "test", "calibration", "also", "dtype", "threads", "out", "sequences")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
@@ -99,7 +102,7 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         torch.set_num_threads(arguments.threads)
     recipe = compress.Recipe.from_yaml(path)
     sequences, tokens = numpy.load(arguments.calibration, mmap_mode="r").shape
-    ids = {"source": arguments.calibration, "sequences": sequences, "length": tokens}
+    ids = {"source": arguments.calibration, "sequences": arguments.sequences or sequences, "length": tokens}
     windows, length = numpy.load(arguments.test, mmap_mode="r").shape
     texts = (arguments.test,) if arguments.also is None else (arguments.test, arguments.also)
     recipe = recipe.model_copy(

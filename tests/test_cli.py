@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress import cli
 from compress.cli.options import settings_of
-from compress.errors import NumericError
+from compress.errors import NumericError, RecipeError
 from compress.passes import PASSES
 from compress.recipe.presets import presets
 from compress.recipe.schema import DType
@@ -229,11 +229,32 @@ class Empty:
     report: dict = {}
 
 
-@pytest.mark.parametrize("method", sorted(set(PASSES) - set(PASSES.of_kind("prune"))))
-def test_prune_accepts_only_passes_that_prune(pico, method):
-    done = call("prune", pico, "--method", method)
-    assert done.exit_code == 2 and f"--method {method}: this pass removes no weights" in done.stderr
-    assert "sparsegpt" in done.stderr and f"compress passes {method}" in done.stderr
+PRUNING = ["alps", "gmp", "iterative_pruning", "magnitude", "ria", "sparsegpt", "sr_ste", "top_kast", "wanda"]
+
+
+@pytest.mark.parametrize("method", sorted(set(PASSES) - set(PRUNING)))
+def test_prune_accepts_only_passes_that_prune(pico, method, tmp_path):
+    done = call("prune", pico, "--method", method, "--sparsity", 0.4, "-o", tmp_path / "out")
+    assert done.exit_code == 2 and f"error: method {method}: this pass removes no weights" in done.stderr
+    assert f"use one of {', '.join(PRUNING)}, or" in done.stderr and f"compress passes {method}" in done.stderr
+    with pytest.raises(RecipeError, match=f"^method {method}: this pass removes no weights"):
+        compress.prune(pico, method, tmp_path / "out", sparsity=0.4)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", PRUNING)
+def test_a_pass_that_prunes_gets_the_sparsity_and_the_pattern(pico, method, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("compress.pipeline.run.run", lambda recipe, *rest: seen.append(recipe.passes) or Empty)
+    asked = ("prune", pico, "--method", method, "-o", tmp_path / "out")
+    done = [call(*asked, *option) for option in (("--sparsity", 0.4), ("--pattern", "2:4"))]
+    pruning = PASSES[method]
+    if method == "sr_ste":  # it trains N:M patterns alone
+        assert done[0].exit_code == 2 and "pattern 2:4 fixes sparsity 0.5; leave sparsity out" in done[0].stderr
+        assert done[1].exit_code == 0 and seen == [(pruning(pattern="2:4"),)]
+    else:
+        assert [one.exit_code for one in done] == [0, 0]
+        assert seen == [(pruning(sparsity=0.4),), (pruning(pattern="2:4"),)]
 
 
 def test_a_limit_of_quality_ends_a_command_with_3(pico, tmp_path):

@@ -25,12 +25,12 @@ from compress.checkpoint.formats.native import WEIGHTS, Native
 from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narrow
 from compress.checkpoint.layers import DequantizedWeight, StoredLayers, StoredTensor, check_finite
 from compress.checkpoint.recognize import recognize
-from compress.checkpoint.sources.files import fingerprint_of
+from compress.checkpoint.sources.files import answers_digest_of, fingerprint_of
 from compress.checkpoint.sources.gguf import as_safetensors
 from compress.checkpoint.sources.gguf_codes import folder_of_codes
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, safetensors_folder
-from compress.checkpoint.sources.limits import limited_modules
+from compress.checkpoint.sources.limits import limited_modules, stored_bytes
 from compress.checkpoint.sources.matching import lacking, match, undeclared
 from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.stated import MLX_KEY, stated_quantization
@@ -211,7 +211,17 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of config.json and samples of the weights."""
-        return fingerprint_of(self.folder, sorted({place.path for place in self.stored.values()}))
+        return fingerprint_of(self.folder, self._files)
+
+    @cached_property
+    def answers_digest(self) -> str:
+        """A digest of all that the answers of the model depend on (`answers_digest_of`)."""
+        return answers_digest_of(self.folder, self.fingerprint, self._files)
+
+    @property
+    def _files(self) -> list[Path]:
+        """The files of the stored tensors."""
+        return sorted({place.path for place in self.stored.values()})
 
     @one_thread_at_a_time
     def skeleton(self) -> PreTrainedModel:
@@ -219,7 +229,7 @@ class Checkpoint:
         if self._model is None:
             config, _ = self.stated.config, self.stored  # a folder without weights is an error before all others
             self._model = empty_model(self.folder, config, self.dtype, self.trust_remote_code)
-            with limited_modules(self.folder):
+            with limited_modules(self.folder / "config.json", stored_bytes(self.folder)):
                 self.notes = open_experts(self._model)
         return self._model
 

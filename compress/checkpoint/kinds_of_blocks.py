@@ -15,7 +15,7 @@ from compress.checkpoint.opened import OpenModel
 from compress.checkpoint.opening import with_placeholders
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, folder_of
-from compress.checkpoint.sources.limits import limited_modules
+from compress.checkpoint.sources.limits import limited_modules, stored_bytes
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.checkpoint.sources.supported import check_supported
 from compress.errors import ModelError
@@ -55,7 +55,7 @@ def open_kinds_of_blocks(
     model = empty_model(folder, checkpoint.stated.config, checkpoint.dtype, trust_remote_code).eval()
     check_supported(model, f"model: {source}")
     counts = _truncated(model)
-    with limited_modules(folder):
+    with limited_modules(folder / "config.json", stored_bytes(folder)):
         checkpoint.notes = open_experts(model)
     opened = with_placeholders(checkpoint, model)
     if opened.tokenizer is None:

@@ -139,6 +139,7 @@ class OpenModel:
         source: name of the model in the recipe.
         fingerprint: a digest of configuration and weights.
         dtype: dtype of computation.
+        answers_digest: a digest of all that its answers depend on; results of the model are stored by it.
         side_files: texts of files that are copied to the checkpoint, by relative path (`read_side_files`).
         narrow: 16-bit dtype that holds the weights of the source; None: it needs wider ones, or is unknown.
         widened_from: dtype of the checkpoint if 'auto' chose a wider one for the computation.
@@ -162,6 +163,7 @@ class OpenModel:
     commit: str | None = None
     mapped_ends: dict[str, End] = field(default_factory=dict)
     undeclared: dict[str, StoredTensor] = field(default_factory=dict)
+    answers_digest: str = ""
 
     @classmethod
     def in_memory(

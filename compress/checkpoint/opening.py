@@ -119,6 +119,7 @@ def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block],
         widened_from=checkpoint.dtypes[1],
         commit=commit_of(folder),
         undeclared=checkpoint.undeclared,
+        answers_digest=checkpoint.answers_digest,
     )
 
 

@@ -123,7 +123,7 @@ def evaluate(
     with showing, results.reported_on_failure(on_failure):
         for source in measured_models:
             journal.add("progress", "evaluate", f"opening {source.name}")
-            digest = digest_of(source.fingerprint, dtype, __version__)
+            digest = digest_of(source.answers_digest, dtype, __version__)
             store = Store(work, digest, results.models[0].digest if results.models else digest, processes)
             with source.opened(dtype, compute_device) as (model, tokenizer):
                 check_model(model, tokenizer, source.name)

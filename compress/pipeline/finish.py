@@ -229,16 +229,19 @@ def assist(job: Job) -> Result:
 
 
 def evaluation_context(job: Job) -> EvaluationContext:
-    """The texts, settings and kept results of an evaluation. Results depend on the bytes of the checkpoint."""
+    """Return the texts, settings and stored results of an evaluation.
+
+    Results of the checkpoint depend on its bytes, and on all that those of the base model depend on.
+    """
     settings, fit = job.recipe.eval or Evaluate(), job.planned.fit
     assert fit is not None
     dtype, device = dtype_name(job.opened.dtype), job.opened.device
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     versions = package_sha256(ignored=("cli", "report", "testing")), torch.__version__, transformers.__version__
-    base = digest_of(job.opened.fingerprint, dtype, device.type, processor, versions)
+    base = digest_of(job.opened.answers_digest, dtype, device.type, processor, versions)
     store = Store(
         job.manifest.folder / WORK / "evaluation",
-        digest_of(sorted(entry.sha256 for entry in job.manifest.shards.values()), dtype),
+        digest_of(sorted(entry.sha256 for entry in job.manifest.shards.values()), base),
         base,
         job.run.processes,
         shared=None if job.recipe.eval is None else shared_results(base),

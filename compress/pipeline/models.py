@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypeIs
 
 from compress.checkpoint.load import dtype_to_compare, load
-from compress.checkpoint.sources.files import fingerprint_of, pooling_in, read_sentence_files
+from compress.checkpoint.sources.files import answers_digest_of, fingerprint_of, pooling_in, read_sentence_files
 from compress.checkpoint.sources.gguf_codes import checkpoint_of
 from compress.checkpoint.sources.untrusted import check_complete, check_no_adapter
 from compress.checkpoint.sources.weight_files import weight_files
@@ -54,9 +54,10 @@ class StoredModel:
         return cls(source, model_folder(source))
 
     @property
-    def fingerprint(self) -> str:
-        """A digest of its configuration and weights."""
-        return fingerprint_of(self.folder, weight_files(self.folder))
+    def answers_digest(self) -> str:
+        """A digest of all that its answers depend on."""
+        paths = weight_files(self.folder)
+        return answers_digest_of(self.folder, fingerprint_of(self.folder, paths), paths)
 
     @property
     def size_bytes(self) -> int:
@@ -94,15 +95,20 @@ class ModelInMemory:
     tokenizer: PreTrainedTokenizerBase | None
 
     @property
-    def fingerprint(self) -> str:
-        """A digest of its configuration and weights."""
+    def answers_digest(self) -> str:
+        """A digest of its configuration, weights and tokenizer."""
         digest = hashlib.sha256(self.model.config.to_json_string(use_diff=False).encode())
         for name, layer in self._compressed().items():
             digest.update(f"{name} {layer.sha256()}".encode())
         for name, tensor in self._dense().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(bytes_of(tensor.cpu()).numpy().data)
-        digest.update(repr(cache_digests(self.model)).encode())
+        tokenizer = self.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        words = None if tokenizer is None else tokenizer.get_vocab() if backend is None else backend.to_str()
+        template = None if tokenizer is None else tokenizer.chat_template
+        generation = None if self.model.generation_config is None else self.model.generation_config.to_json_string()
+        digest.update(repr((cache_digests(self.model), words, template, generation)).encode())
         return digest.hexdigest()
 
     @property

@@ -80,8 +80,8 @@ def _stored_file(opened: OpenModel, sampling: Sampling, sequences: int, length: 
 
     The cache of results of models has a limit of size, and loses what is unused for longest.
     """
-    folder = shared_results(opened.fingerprint) if opened.fingerprint else None
+    folder = shared_results(opened.answers_digest) if opened.answers_digest else None
     if folder is None:
         return None
     facts = str(opened.dtype), len(opened.tokenizer or ()), __version__, asdict(sampling), sequences, length, seed
-    return folder / opened.fingerprint[:16] / f"sampled-{digest_of(*facts)}.npy"
+    return folder / opened.answers_digest[:16] / f"sampled-{digest_of(*facts)}.npy"

@@ -101,7 +101,7 @@ def prune_line(model: str, method: str, pattern: str | None, sparsity: float | N
     """
     if method in PASSES and PASSES.kind(method) != "prune":
         raise RecipeError(
-            f"--method {method}: this pass removes no weights to a sparsity or pattern; use one of "
+            f"method {method}: this pass removes no weights to a sparsity or pattern; use one of "
             f"{', '.join(PASSES.of_kind('prune'))}, or write a recipe with {method} (compress passes {method})"
         )
     values = {"pattern": pattern, "sparsity": sparsity}

@@ -24,7 +24,10 @@ COPIED = ("compress", "tests", "recipes", "calibration", "eval", "pyproject.toml
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which stands once in `file`, becomes `new`; `tests` (paths under tests/) must see it. note: the mistake."""
+    """`old`, which stands once in `file`, becomes `new`; `tests` must see it: paths under tests/, also with ::NAME.
+
+    note: the mistake.
+    """
 
     file: str
     old: str
@@ -79,7 +82,7 @@ MUTATIONS = (
     Mutation(
         "compress/numerics/sparse/masks.py",
         "is_equal &= rank <= room",
-        "equal &= place < room",
+        "is_equal &= rank < room",
         "numerics/sparse/test_masks.py",
         "one weight of those that tie is lost",
     ),
@@ -125,6 +128,97 @@ MUTATIONS = (
         "pipeline/test_checkpoint.py",
         "another run is taken up",
     ),
+    Mutation(
+        "compress/data/tokenization.py",
+        "sum(len(piece.text) for piece in [*short, *start]) > together",
+        "sum(len(piece.text) for piece in [*short, *start]) > 10**12",
+        "data/test_pieces.py",
+        "the short documents of a text are tokenized at once",
+    ),
+    Mutation(
+        "compress/data/sources.py",
+        "while chunk := file.read(CHUNK):",
+        "while chunk := file.read():",
+        "data/test_pieces.py",
+        "a text is read whole",
+    ),
+    Mutation(
+        "compress/checkpoint/containers/gguf_header.py",
+        "if count * least > self._size - self._file.tell():",
+        "if False:",
+        "checkpoint/formats/containers/test_gguf_header.py",
+        "the count of an array of a GGUF file is not compared with its size",
+    ),
+    Mutation(
+        "compress/checkpoint/sources/gguf.py",
+        "limited_modules(path, sum(part.stat().st_size for part in parts))",
+        "limited_modules(path, sum(part.stat().st_size for part in path.parent.iterdir()))",
+        "checkpoint/sources/test_gguf_contents.py",
+        "files beside a GGUF file allow it more modules",
+    ),
+    Mutation(
+        "compress/numerics/hadamard.py",
+        "return width % order == 0 and (parts := factors(order)) is not None",
+        "return (parts := factors(order)) is not None and width % order == 0",
+        "numerics/test_hadamard.py",
+        "the order of a file is factored although it does not divide the width",
+    ),
+    Mutation(
+        "compress/checkpoint/sources/gguf.py",
+        'with FileLock(folder.with_suffix(".lock")):',
+        "if True:",
+        "checkpoint/sources/test_gguf.py",
+        "commands at the same time convert a file each",
+    ),
+    Mutation(
+        "compress/checkpoint/sources/gguf.py",
+        'check_none_missing(header, info["missing_keys"])',
+        "pass",
+        "checkpoint/sources/test_gguf_contents.py",
+        "a missing tensor of a GGUF file is random",
+    ),
+    Mutation(
+        "compress/models/child_process.py",
+        "capture_output=True, text=True, check=False, cwd=folder, env",
+        "capture_output=True, text=True, check=False, env",
+        "models/test_child_process.py",
+        "a child process works in the folder of the files that it reads",
+    ),
+    Mutation(
+        "compress/recipe/starts.py",
+        'if method in PASSES and PASSES.kind(method) != "prune":',
+        "if False:",
+        "test_cli.py::test_prune_accepts_only_passes_that_prune",
+        "prune accepts passes that remove no weights",
+    ),
+    Mutation(
+        "compress/pipeline/finish.py",
+        "base = digest_of(job.opened.answers_digest, dtype,",
+        "base = digest_of(job.opened.fingerprint, dtype,",
+        "evaluation/test_kept_results.py",
+        "answers of a base model are used after its chat template has changed",
+    ),
+    Mutation(
+        "compress/evaluation/store.py",
+        "folder=self.shared or self.folder, model=self.base",
+        "folder=self.folder, model=self.base",
+        "evaluation/test_kept_results.py",
+        "every run measures its base model again",
+    ),
+    Mutation(
+        "compress/checkpoint/opening.py",
+        "    if folder is None or _has_weights(folder):",
+        "    if True:",
+        "pipeline/test_plan_without_weights.py",
+        "a plan needs the weights",
+    ),
+    Mutation(
+        "compress/pipeline/generate.py",
+        '"top_k": self.top_k}',
+        '"top_k": None}',
+        "cli/test_short_things.py",
+        "--top-k has no effect",
+    ),
 )
 
 
@@ -163,7 +257,7 @@ def problems(mutation: Mutation) -> list[str]:
     path = ROOT / mutation.file
     count = path.read_text(encoding="utf-8").count(mutation.old) if path.exists() else 0
     found = [] if count == 1 else [f"{mutation.file}: {mutation.old!r} stands there {count} times, not once"]
-    missing = [test for test in mutation.tests.split() if not (ROOT / "tests" / test).exists()]
+    missing = [test for test in mutation.tests.split() if not (ROOT / "tests" / test.partition("::")[0]).exists()]
     return found + [f"{mutation.file}: tests/{test} is not there" for test in missing]
 
 

@@ -1,9 +1,12 @@
 """Small conveniences of the command line: prompts, sampling, names of other programs, folders that are no model."""
 
+import io
 import json
 import os
 import shlex
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from compress.pipeline.generate import Answering, generate_text
 from compress.recipe import starts
 
 PROMPT = "The with statement is used to"
+COMMAND = import_module("compress.cli.generate")
 
 
 def call(*args, **options):
@@ -41,6 +45,28 @@ def test_streamed_text_is_the_same_text(pico):
     assert len(pieces) > 2 and "".join(pieces) == text
 
 
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_words_are_printed_as_they_come_on_a_terminal(on_terminal, pico, monkeypatch):
+    streamed = []
+    out = SimpleNamespace(isatty=lambda: on_terminal)
+    monkeypatch.setattr(COMMAND, "sys", SimpleNamespace(stdout=out, stdin=sys.stdin))
+    answer = "compress.pipeline.generate.generate_text"
+    monkeypatch.setattr(answer, lambda *arguments: streamed.append(arguments[-1] is not None) or "text")
+    for option in ((), ("--stream",), ("--no-stream",)):
+        assert call("generate", pico, "x", *option).exit_code == 0
+    assert streamed == [on_terminal, True, False]
+
+
+def test_a_terminal_is_not_read_as_a_prompt_unless_it_is_asked_for(pico, monkeypatch):
+    monkeypatch.setattr("compress.pipeline.generate.generate_text", lambda model, prompt, *rest: f"answer to {prompt}")
+    terminal = SimpleNamespace(isatty=lambda: True, buffer=io.BytesIO(b"typed\n"))
+    out = SimpleNamespace(isatty=lambda: False)
+    monkeypatch.setattr(COMMAND, "sys", SimpleNamespace(stdin=terminal, stdout=out))
+    done = call("generate", pico)
+    assert done.exit_code == 2 and "write a PROMPT, or pipe it into standard input" in done.stderr
+    assert call("generate", pico, "-").stdout == "answer to typed\n"
+
+
 def test_sampling_has_a_seed(pico):
     def answer(*options):
         done = call("generate", pico, PROMPT, "--tokens", 12, *options)
@@ -52,6 +78,9 @@ def test_sampling_has_a_seed(pico):
     assert hot == answer("--temperature", 5, "--seed", 1) != greedy
     assert hot != answer("--temperature", 5, "--seed", 2)
     assert greedy == answer("--temperature", 0) == answer("--top-k", 1) == answer("--top-p", 1e-6, "--seed", 3)
+    assert greedy == answer("--temperature", 5, "--top-k", 1) == answer("--temperature", 5, "--top-p", 1e-6)
+    for option in (("--top-k", 40), ("--top-p", 0.99)):  # at a temperature of 1
+        assert len({answer(*option, "--seed", seed) for seed in range(4)}) > 1
     for wrong in (("--temperature", -1), ("--top-p", 0), ("--top-p", 2), ("--top-k", 0)):
         assert call("generate", pico, PROMPT, *wrong).exit_code == 2
 
@@ -71,13 +100,13 @@ def test_bits_and_group_size_are_a_scheme(pico, tmp_path, monkeypatch):
     assert folder.name == "model-int4-groups-of-32"
     [step] = Recipe.from_yaml(folder / "recipe.yaml").passes
     assert (step.key(), step.weights, step.group_size) == ("gptq", "int4", 32)
-    for wrong in ((), ("--bits", 4, "--scheme", "W4A16"), ("--scheme", "W4A16", "--group-size", 32)):
-        assert call("quantize", pico, *wrong).exit_code == 2
-
-
-def test_bits_replace_a_scheme(pico):
-    done = call("quantize", pico, "--scheme", "W4A16", "--bits", "4")
-    assert done.exit_code == 2 and "--bits 4 replaces a scheme; leave out --scheme W4A16, or --bits" in done.stderr
+    for wrong, message in (
+        ((), "write --scheme, such as --scheme W4A16, or --bits"),
+        (("--bits", 4, "--scheme", "W4A16"), "--bits 4 replaces a scheme; leave out --scheme W4A16, or --bits"),
+        (("--scheme", "W4A16", "--group-size", 32), "--group-size is an option of --bits; a scheme has its own groups"),
+    ):
+        done = call("quantize", pico, *wrong)
+        assert done.exit_code == 2 and f"Error: {message}" in done.stderr
 
 
 @pytest.mark.parametrize(("text", "fraction"), [("0.5", 0.5), ("50%", 0.5), ("12.5%", 0.125), ("50 %", 0.5)])

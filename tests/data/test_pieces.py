@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from compress.data import ids as ids_of
 from compress.data.ids import sample
 from compress.data.installed_texts import embedded_text
-from compress.data.pieces import PIECE, Piece, TextShare, draw, pieces_of, shared
-from compress.data.sources import text_sha256
+from compress.data.pieces import PIECE, Piece, TextShare, TextTally, draw, pieces_of, shared
+from compress.data.sources import read_pieces, text_sha256
 from compress.data.text_source import TextSource
 from compress.data.tokenization import token_stream
 from compress.errors import CalibrationError
@@ -89,12 +90,40 @@ def test_characters_of_several_bytes_at_the_ends_of_chunks(byte_level, tmp_path,
         sample(str(path), "test", byte_level, None, 1, 0)
 
 
-def test_only_the_start_of_a_document_is_tokenized_for_its_first_tokens(byte_level, tmp_path, monkeypatch):
-    read = []
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_pieces_of_a_file_take_the_memory_of_a_few_pieces(name, tmp_path):
+    path, text = tmp_path / name, LONG[:1000]
+    line = json.dumps({"text": text}) + "\n" if name == "a.jsonl" else text
+    path.write_text(line * (16_000_000 // len(line)), encoding="utf-8")
+    tracemalloc.start()
+    try:
+        count = sum(len(piece.text) for piece in read_pieces(TextSource(source=str(path)), "test", None, TextTally()))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == len(text) * (16_000_000 // len(line)) and peak_bytes < 12_000_000
+
+
+@pytest.fixture
+def read(byte_level, monkeypatch):
+    """What the tokenizer was called with: a text, or a list of texts."""
+    calls = []
     call = type(byte_level).__call__
     monkeypatch.setattr(
-        type(byte_level), "__call__", lambda self, text, **rest: read.append(text) or call(self, text, **rest)
+        type(byte_level), "__call__", lambda self, text, **rest: calls.append(text) or call(self, text, **rest)
     )
+    return calls
+
+
+def test_short_documents_are_tokenized_a_few_at_a_time(byte_level, read, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps({"text": LONG[:1000]}) + "\n") * 300, encoding="utf-8")
+    _, use = sample(str(path), "test", byte_level, None, 8, 0)
+    sizes = [sum(map(len, texts)) for texts in read]
+    assert use.documents == 300 and sum(sizes) == 300_000 and max(sizes) <= PIECE
+
+
+def test_only_the_start_of_a_document_is_tokenized_for_its_first_tokens(byte_level, read, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"text": LONG}) for _ in range(3)), encoding="utf-8")
     limited = TextSource(source=str(path), max_tokens_per_document=50)

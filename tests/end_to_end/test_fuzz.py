@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.sources.untrusted import read_json
 from compress.errors import ModelError
 from compress.pipeline.exporting import export
 
@@ -172,6 +173,13 @@ def test_each_kind_of_damage_has_its_message(case, folder):
     change(folder)
     with pytest.raises(ModelError, match=message):
         compress.load(folder)
+
+
+def test_a_file_of_json_is_not_read_if_it_is_too_large(tmp_path):
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match="it has more than 64 MiB"):
+        read_json(tmp_path / "manifest.json")
 
 
 def foreign(change):

@@ -2,14 +2,21 @@
 
 import json
 import os
+import shutil
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import compress
 from compress import Evaluate
+from compress.checkpoint.opening import open_model
+from compress.checkpoint.sources import files
 from compress.evaluation.store import Results, Store, delete_unused, digest_of
 from compress.passes.contract.processes import Processes
+from compress.pipeline import finish
 
 
 class Together(Processes):
@@ -78,10 +85,10 @@ def test_runs_share_the_results_of_their_base_model(recipe, texts, tmp_path, mon
     )
     settings = Evaluate(perplexity=(texts["test"],), windows=2, length=32)
 
-    def run(out, bits, **changes):
+    def run(out, bits, dtype="float32", **changes):
         measured.clear()
-        evaluate = settings.model_copy(update=changes)
-        return compress.run(recipe(compress.RTN(weights=bits), eval=evaluate), tmp_path / out, progress=False).report
+        asked = recipe(compress.RTN(weights=bits), eval=settings.model_copy(update=changes), dtype=dtype)
+        return compress.run(asked, tmp_path / out, progress=False).report
 
     first = run("first", "int4")
     assert measured == ["base", "base", "compressed", "compressed"]
@@ -92,8 +99,78 @@ def test_runs_share_the_results_of_their_base_model(recipe, texts, tmp_path, mon
     assert second["perplexity"][0]["divergence"]["mean"] > first["perplexity"][0]["divergence"]["mean"] > 0
     notes = [str(report["journal"]) for report in (first, second)]
     assert ["that an earlier run stored" in note for note in notes] == [False, True]
-    run("third", "int4", length=48)  # of another protocol nothing is reused
+    for out, changes in (("third", {"length": 48}), ("fourth", {"dtype": "bfloat16"})):
+        run(out, "int4", **changes)  # of another protocol nothing is reused
+        assert measured == ["base", "base", "compressed", "compressed"]
+    monkeypatch.setattr(finish, "package_sha256", lambda ignored: "another version")
+    run("first", "int4")
     assert measured == ["base", "base", "compressed", "compressed"]
+
+
+@pytest.fixture
+def base_calls(monkeypatch):
+    """Appended to for every forward pass of a base model."""
+    calls, open_source = [], finish.open_source
+
+    @contextmanager
+    def counted(*arguments):
+        with open_source(*arguments) as model:
+            model.register_forward_pre_hook(lambda *_: calls.append(1))
+            yield model
+
+    monkeypatch.setattr(finish, "open_source", counted)
+    return calls
+
+
+def test_results_of_every_kind_are_shared_until_the_model_answers_otherwise(
+    recipe, texts, pico, tmp_path, base_calls, monkeypatch
+):
+    monkeypatch.setattr("compress.evaluation.generation.PROMPTS", ("The with statement",))
+    folder = Path(shutil.copytree(pico, tmp_path / "model"))
+    evaluate = Evaluate(perplexity=(texts["test"],), windows=1, length=32, generation=True)
+
+    def run(out, bits):
+        base_calls.clear()
+        asked = recipe(compress.RTN(weights=bits, group_size=32), model=str(folder), eval=evaluate)
+        found = compress.run(asked, tmp_path / out, progress=False).report["generation"]
+        return [found[side][0]["text"] for side in ("base", "compressed")]
+
+    first = run("first", "int4")
+    assert base_calls
+    second = run("second", "int8")
+    assert second[0] == first[0] and base_calls == []
+    (folder / "chat_template.jinja").write_text("The answer to {{ messages[0].content }} is")
+    again = run("second", "int8")  # its checkpoint is complete
+    assert again[0] != second[0] and again[1] != second[1] and base_calls
+    assert run("third", "int8") == again and base_calls == []
+
+
+CHANGES = {
+    "weights between the samples of a fingerprint": "model.safetensors",
+    "a chat template": "chat_template.jinja",
+    "one of several chat templates": "additional_chat_templates/tools.jinja",
+    "the tokenizer": "tokenizer.json",
+    "special tokens": "tokenizer_config.json",
+    "the defaults of generation": "generation_config.json",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_answers_otherwise_has_another_digest(change, pico, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SAMPLE_BYTES", 16)  # of a large file, few bytes are read
+    folder = Path(shutil.copytree(pico, tmp_path / "model"))
+    path = folder / CHANGES[change]
+    before = open_model(str(folder))
+    assert open_model(str(folder)).answers_digest == before.answers_digest
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".safetensors":
+        tensors = load_file(path)
+        tensors["model.norm.weight"][77] += 1
+        save_file(tensors, path, metadata={"format": "pt"})
+    else:
+        path.write_text((path.read_text() if path.exists() else "{}") + " ")
+    after = open_model(str(folder))
+    assert (after.fingerprint, after.answers_digest != before.answers_digest) == (before.fingerprint, True)
 
 
 def test_a_cache_that_cannot_be_written_is_not_used(recipe, texts, tmp_path, monkeypatch):

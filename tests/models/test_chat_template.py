@@ -77,6 +77,12 @@ def test_a_text_without_end(tokenizer, template):
     assert render_chat(tokenizer, MESSAGES, "next") == "next"
 
 
+def test_a_long_text_that_fits_into_memory(tokenizer):
+    with pytest.raises(CannotRun, match=r"its text has more than \d+ characters"):
+        render_chat(tokenizer, MESSAGES, "{{ 'a' * 20000000 }}")
+    assert len(render_chat(tokenizer, MESSAGES, "{{ 'a' * 1000000 }}")) == 1_000_000
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

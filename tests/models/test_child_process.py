@@ -1,14 +1,17 @@
 """A child process imports nothing from the working directory, whatever lies in it."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from compress.models.child_process import run_function
+from compress.models.child_process import run_function, start_function
 
 NAMES = (
     "torch",
@@ -53,6 +56,61 @@ def test_no_module_of_the_working_directory_is_imported(path, trap, tmp_path, mo
     assert (trap / "copied").read_text() == "text"  # relative paths are those of this process
     assert not (trap / "marker").exists()
     assert not (trap / "__pycache__").exists()
+
+
+REPORTER = """
+import json, os, sys
+def told():
+    return json.dumps([os.getcwd(), os.listdir(), sys.path, sys.flags.no_user_site])
+def write(path):
+    path.write_text(told())
+def answer():
+    sys.stdin.readline()
+    print(told(), flush=True)
+"""
+
+
+@pytest.fixture(params=["run_function", "start_function"])
+def reported(request, trap, tmp_path, monkeypatch):
+    """reported(): the working directory of a child process, its files, its path, and whether the user's packages are
+    left out."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "reporter_of_places.py").write_text(REPORTER)
+    monkeypatch.chdir(trap)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", str(tmp_path / "lib")]))
+    (tmp_path / "empty").mkdir()
+    reporter = import_module("reporter_of_places")
+
+    def report():
+        if request.param == "run_function":
+            done = run_function(reporter.write, tmp_path / "told.json")
+            assert done.returncode == 0, done.stderr
+            return json.loads((tmp_path / "told.json").read_text())
+        process = start_function(reporter.answer, str(tmp_path / "empty"))
+        written, errors = process.communicate("\n")
+        assert process.returncode == 0, errors
+        return json.loads(written)
+
+    yield report
+    sys.modules.pop("reporter_of_places")
+
+
+def test_a_child_works_in_an_empty_folder_and_imports_from_absolute_places(reported, trap, tmp_path):
+    """Each is enough alone, so each is looked at."""
+    folder, inside, path, _ = reported()
+    assert Path(folder) != trap and inside == []
+    assert str(tmp_path / "lib") in path
+    assert all(os.path.isabs(entry) and not Path(entry).is_relative_to(trap) for entry in path)
+    assert folder not in path
+
+
+def test_a_child_leaves_out_the_users_packages_as_its_parent_does(reported, monkeypatch):
+    for left_out in (0, 1):
+        flags = SimpleNamespace(isolated=0, ignore_environment=0, no_user_site=left_out)
+        parent = SimpleNamespace(flags=flags, executable=sys.executable)
+        monkeypatch.setattr("compress.models.child_process.sys", parent)
+        assert reported()[3] == left_out
 
 
 def test_the_trap_catches_a_process_that_imports_from_its_working_directory(trap):

@@ -8,6 +8,7 @@ import torch
 from compress.numerics.hadamard import (
     exists,
     factors,
+    fits,
     hadamard,
     is_prime_power,
     jacobsthal,
@@ -27,6 +28,15 @@ def test_rows_are_orthogonal(order):
     actual = hadamard(order).int()
     assert bool((actual.abs() == 1).all())
     assert torch.equal((actual.double() @ actual.double().T), order * torch.eye(order, dtype=torch.float64))
+
+
+def test_orders_of_files_are_not_factored_unless_they_divide_the_width():
+    """The search would take hours for an order near 2^62."""
+    before = factors.cache_info()
+    for order in (2**22, 12 * 1_000_003, 2**23 - 4):
+        assert not fits(order, 4096)
+    assert factors.cache_info() == before
+    assert fits(64, 4096) and not fits(11, 4092)
 
 
 def test_small_ones_by_hand():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import compress
-from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
+from compress import AWQ, GPTQ, LKD, RTN, Calibration, Evaluate, Finetune, SignRound, Wanda
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.save import outside_state
 from compress.layers.scheme import LayerScheme
@@ -139,6 +139,32 @@ def test_ids_in_a_file_are_counted_there(recipe, tmp_path):
     missing = given.model_copy(update={"source": str(tmp_path / "none.npy")})
     with pytest.raises(compress.errors.CalibrationError, match="cannot read"):
         plan(recipe(GPTQ(), calibration=missing))
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences", "expected"),
+    [
+        ("a.txt", 8, 0),  # drawn from pieces, which other needs hold as well
+        ("a.txt", 1024, 6 * (64 * 1024 * 64 - 2**21)),
+        ("a.txt", 10**6, 6 * (30_000_000 - 2**21)),
+        ("a.json", 8, 4 * 30_000_000),
+    ],
+)
+def test_the_text_of_the_calibration_is_counted(name, sequences, expected, footprint, tmp_path):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(30_000_000)
+    given = Calibration(source=str(tmp_path / name), sequences=sequences, length=64)
+    found = footprint(GPTQ(), calibration=given, eval=None).needs()
+    assert [need.parts["the text"] for need in found if "the text" in need.parts] == [expected]
+
+
+def test_the_text_of_the_evaluation_is_counted(footprint, tmp_path):
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(30_000_000)
+    for windows, expected in ((None, 24 * 10_000_000), (1000, 24 * 1000 * 64)):
+        asked = Evaluate(perplexity=(str(tmp_path / "a.txt"),), agreement=(), windows=windows, length=64)
+        found = footprint(RTN(), eval=asked).needs()
+        assert [need.parts["the text"] for need in found if "the text" in need.parts] == [expected]
 
 
 def test_views_of_a_file_are_not_counted(pico, pico_model, in_memory):

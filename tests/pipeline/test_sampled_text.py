@@ -50,7 +50,7 @@ def test_other_options_are_other_ids(opened, monkeypatch, change):
 
 
 def test_a_model_of_a_program_is_sampled_each_time(opened, monkeypatch):
-    opened.fingerprint = ""
+    opened.answers_digest = ""
     sampled_ids(opened, TEXT, 3, 24, 0)
     monkeypatch.setattr(type(opened.model), "generate", no_generation)
     with pytest.raises(AssertionError, match="sampled again"):

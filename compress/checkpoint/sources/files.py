@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.checkpoint.containers.files import is_inside
-from compress.checkpoint.sources.untrusted import check_tokenizer, read_json, read_json_list, read_value
+from compress.checkpoint.sources.untrusted import TEMPLATES, check_tokenizer, read_json, read_json_list, read_value
 from compress.errors import ModelError, one_line
 from compress.models.terms import Pooling
 
@@ -21,6 +21,11 @@ SAMPLES = 64
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 SENTENCEPIECE = "tokenizer.model"
+ANSWERING = (
+    *("*tokenizer*", "vocab*", "merges.txt", "*.model", "added_tokens.json", "special_tokens_map.json"),
+    *("*.jinja", "chat_template*", f"{TEMPLATES}/*", "generation_config.json", "*processor*.json"),
+)
+"""Files that determine, besides configuration and weights, what a model answers to a text."""
 MODULES = "modules.json"
 """The list of modules of sentence-transformers."""
 PLAIN = "*sentence*.json"
@@ -55,6 +60,26 @@ def fingerprint_of(folder: Path, paths: list[Path]) -> str:
             for i in range(SAMPLES):
                 file.seek(i * size // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def answers_digest_of(folder: Path, fingerprint: str, paths: Sequence[Path]) -> str:
+    """Return a digest of all that the answers of a model depend on; that of a copy may differ.
+
+    A fingerprint has samples of the weights. This digest also has the times at which their files were written, and the
+    files of the tokenizer, of chat templates and of the defaults of generation.
+
+    Args:
+        folder: Folder of the model.
+        fingerprint: Its fingerprint (`fingerprint_of`).
+        paths: Its files of weights.
+    """
+    digest = hashlib.sha256(fingerprint.encode())
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_mtime_ns}".encode())
+    for path in sorted({path for pattern in ANSWERING for path in folder.glob(pattern)}):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

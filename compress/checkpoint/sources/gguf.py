@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from compress.checkpoint.containers.safetensors_writing import write_shard
 from compress.checkpoint.sources.gguf_contents import (
+    check_counts,
     check_keys,
     check_none_missing,
     check_tensors,
@@ -103,11 +104,12 @@ def convert(path: Path, folder: Path) -> None:
         merge(parts, merged_file)
     from_file: dict[str, Any] = {"gguf_file": merged_file.name}
     header = replace(header_of(merged_file), path=path)
+    check_counts(header)
     config = AutoConfig.from_pretrained(merged_file.parent, **from_file)
     replaced = complete_config(header, config)
     check_keys(header, config)
     check_config(config.to_dict(), trust_remote_code=False)
-    with torch.device("meta"), limited_modules(path.parent):
+    with torch.device("meta"), limited_modules(path, sum(part.stat().st_size for part in parts)):
         check_tensors(header, AutoModelForCausalLM.from_config(config), replaced)
     loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True, "config": config}
     loaded: Any = AutoModelForCausalLM.from_pretrained(merged_file.parent, **loading)

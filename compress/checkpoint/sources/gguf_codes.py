@@ -26,6 +26,7 @@ from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of, rope_factors
 from compress.checkpoint.sources.gguf import as_safetensors, made_once
 from compress.checkpoint.sources.gguf_contents import (
+    check_counts,
     check_keys,
     check_none_missing,
     check_none_unread,
@@ -89,6 +90,7 @@ def _keep(path: Path, folder: Path) -> None:
 def _describe(path: Path) -> None:
     """Write configuration, tokenizer and index of a file to its folder. Raises as `_keep`."""
     header = call_foreign(header_of, path)
+    check_counts(header)
     types = header.types
     own = own_config(header)
     config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name) if own is None else own

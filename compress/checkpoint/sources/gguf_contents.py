@@ -29,7 +29,7 @@ from compress.checkpoint.containers.gguf import CONFIG
 from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_factors, rope_of
 from compress.checkpoint.formats.gguf_files.vocabulary import SPECIAL, TOKENIZER
 from compress.checkpoint.sources.gguf_parts import open_parts
-from compress.checkpoint.sources.untrusted import check_config
+from compress.checkpoint.sources.untrusted import LARGEST_COUNT, check_config
 from compress.errors import CannotRun, ModelError, call_foreign
 
 WITHOUT_EFFECT = frozenset(
@@ -157,6 +157,16 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
     rope.clear()
     rope |= unscaled
     return frozenset()
+
+
+def check_counts(header: GGUFHeader) -> None:
+    """Raise ModelError for counts of layers, heads or experts with which a configuration would take long to build."""
+    for key, value in header.values.items():
+        if key.endswith("_count") and isinstance(value, int) and value > LARGEST_COUNT:
+            raise ModelError(
+                f"model: {header.path}: its {key} is {value}, but it must be at most {LARGEST_COUNT}; fetch the file "
+                "again"
+            )
 
 
 def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:

@@ -77,9 +77,13 @@ def _broadcast(shapes: list[tuple[int, ...]]) -> int:
 
 
 @contextmanager
-def limited_modules(folder: Path) -> Iterator[None]:
-    """Raise ModelError when more modules are built inside of the context than the files of a folder can be for."""
-    size = stored_bytes(folder)
+def limited_modules(described_in: Path, size: int) -> Iterator[None]:
+    """Raise ModelError when more modules are built inside of the context than the files of a model can be for.
+
+    Args:
+        described_in: File that describes the model.
+        size: Bytes of the files that hold its tensors; 0: there are none.
+    """
     most, count = MODULES + size // PER_MODULE if size else WITHOUT_FILES, 0
 
     def register(module: nn.Module, name: str, child: Any) -> None:
@@ -87,7 +91,7 @@ def limited_modules(folder: Path) -> Iterator[None]:
         count += 1
         if count > most:
             raise ModelError(
-                f"model: {folder / 'config.json'} describes a model of more than {most} modules, which the files of "
+                f"model: {described_in} describes a model of more than {most} modules, which the files of "
                 "the model are too small for; correct the file, or fetch it again"
             )
 
@@ -106,5 +110,5 @@ def limited(folder: Path, without_data: bool = False) -> Iterator[None]:
     the parameters of the whole model, though each is dropped at once: small objects keep the allocator from using the
     memory again.
     """
-    with limited_modules(folder), _Sizes(folder, without_data):
+    with limited_modules(folder / "config.json", stored_bytes(folder)), _Sizes(folder, without_data):
         yield

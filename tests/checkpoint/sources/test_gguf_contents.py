@@ -1,6 +1,7 @@
 """A GGUF file that is not read completely is an error that names what is missing or ignored; nothing is cached."""
 
 import shutil
+import struct
 import subprocess
 
 import huggingface_hub.constants
@@ -51,6 +52,47 @@ def test_missing_tensors_are_an_error(kind, opened_by, pico, cache, tmp_path):
         opened_by(path)
     assert str(error.value).startswith(f"model: {path} lacks tensors of the model: ")
     assert "model.layers.1.mlp.up_proj.weight, model.layers.2.input_layernorm.weight; " in str(error.value)
+    assert cached(cache) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_is_missing_although_the_file_has_as_many_weights_as_the_model(kind, pico, cache, tmp_path):
+    path, divisors = tmp_path / "a.gguf", np.ones(256, np.float32)
+    write_pico(pico, path, kind, without={"blk.2.attn_norm.weight"}, extra={"rope_freqs.weight": divisors})
+    with pytest.raises(ModelError, match=r"lacks tensors of the model: model\.layers\.2\.input_layernorm\.weight; "):
+        compress.load(path)
+    assert cached(cache) == []
+
+
+def bare(architecture, **counts):
+    """The bytes of a file that states counts and holds one small tensor, of 32 numbers."""
+    text = {"general.architecture": architecture, "tokenizer.ggml.model": "gpt2"}
+    values = [(key, struct.pack("<I", 8) + packed(value)) for key, value in text.items()]
+    values += [(f"{architecture}.{key}", struct.pack("<II", 4, value)) for key, value in counts.items()]
+    data = b"GGUF" + struct.pack("<IQQ", 3, 1, len(values)) + b"".join(packed(key) + value for key, value in values)
+    data += packed("output_norm.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)
+    return data + bytes(-len(data) % 32 + 128)
+
+
+def packed(text):
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize("opened_by", [compress.load, lambda path: open_model(str(path))], ids=["load", "open_model"])
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (2**21, r"a\.gguf: its qwen2\.block_count is 2097152, but it must be at most 1048576; fetch the file again"),
+        (2_000, r"a\.gguf describes a model of more than 5001 modules, which the files of the model are too small for"),
+    ],
+)
+def test_a_small_file_of_many_layers_is_refused_beside_large_files(count, message, opened_by, cache, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(bare("qwen2", block_count=count, embedding_length=32))
+    for name in ("large.gguf", "large.safetensors"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(ModelError, match=message):
+        opened_by(tmp_path / "a.gguf")
     assert cached(cache) == []
 
 

@@ -359,13 +359,16 @@ class Footprint:
     def _block_after(self, index: int, step: Pass, block: Block) -> int:
         """Return the most bytes of the linears of a block during step `index`, after which they are compressed.
 
-        A layer pass replaces one linear after the other, of which those that an earlier pass changed are no views.
+        A layer pass replaces one linear after the other, of which those that an earlier pass changed are no views. In
+        lockstep, those with the widest input come last.
         """
-        size = 0
+        size, names = 0, self.steps[index][2]
+        last = max((self.shapes[name][1] for name in names if self._inside(block, name)), default=0)
         for name in self.shapes:
             if self._inside(block, name):
                 after = self._compressed_bytes(index + 1, name)
-                changed = isinstance(step, LayerPass) and self._changed_dense(index, name)
+                waits = isinstance(step, LayerPass) and (not step.true_sequential or self.shapes[name][1] == last)
+                changed = waits and self._changed_dense(index, name)
                 size += max(after, self._compressed_bytes(index, name)) if changed else after
         return size
 
@@ -414,9 +417,9 @@ class Footprint:
         shared = step.exchanged_bytes(size) if self.several and isinstance(step, TrainingOptions) else 0
         return step.memory(size) + shared
 
-    def forward_bytes(self, tokens: int, narrow: int = NARROW) -> int:
+    def forward_bytes(self, tokens: int, narrow: int = NARROW, wide: int = WIDE) -> int:
         """Bytes of a forward pass through a block for a number of tokens."""
-        return tokens * self.itemsize * (narrow * self.hidden + WIDE * self.widest)
+        return tokens * self.itemsize * (narrow * self.hidden + wide * self.widest)
 
     def _statistics(self, step: LayerPass, names: Sequence[str]) -> tuple[tuple[int, ...], int]:
         """Return the widths of the inputs whose statistics are in memory at once, and the bytes of the statistics."""
@@ -510,7 +513,8 @@ class Footprint:
         times = 0 if again else step.true_sequential + step.requires.reference
         sizes = {name: ProblemSize.of_linear(self.shapes[name], self.itemsize) for name in names}
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
-        forward = self.forward_bytes(self._per_batch(block), 0 if times else NARROW)  # NARROW is counted in `stopped`
+        counted = (0, WIDE - 1) if times else (NARROW, WIDE)  # `stopped` has the others
+        forward = self.forward_bytes(self._per_batch(block), *counted)
         waiting = {"activations that wait inside of the block": times * (stopped + reread)} if times else {}
         if again and in_experts(block.module):
             tokens = self.sequences * length

@@ -3,6 +3,7 @@
     python eval/benchmarks/memory.py [RECIPE.yaml...] [--blocks 4 16] [--hidden 1024]
     python eval/benchmarks/memory.py [NAME...] --planned [--blocks 4 8] [--hidden 512] [--sequences 16]
     python eval/benchmarks/memory.py gptq wanda awq --planned --blocks 1 --experts 256 [--memory 900MB] [--processes 2]
+    python eval/benchmarks/memory.py --table
 
 A sweep holds one block, so four times the blocks must not take more.
 
@@ -19,7 +20,7 @@ start_mb.
 
 With --planned, the recipes of PLANNED (all, or those that are named) instead, and one JSON line per recipe and model:
 
-    recipe, blocks, planned_mb, measured_mb, ratio
+    recipe, blocks, weights_mb, planned_mb, measured_mb, ratio
 
 measured_mb: the peak of the whole run on top of what the process holds when it has run the same passes on a far smaller
 model, so that libraries and all that they import late are apart. The allocator of glibc keeps large pieces of what was
@@ -33,7 +34,10 @@ freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), s
     recipe, blocks, processes, planned_mb, measured_mb, largest_mb, of_one
 
 measured_mb: of each process. largest_mb: the largest of them. of_one: largest_mb relative to that of one process.
-Checkpoints are then verified by their own reader (`verify: own`), in the line of one process too.
+
+With --table, the recipes of TABLE on the models of SHAPES, as a table in Markdown.
+
+Checkpoints are verified by their own reader (`verify: own`); transformers reads a second copy of the model.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -64,6 +69,7 @@ PLANNED = {
     "gptq-asymmetric": [{"gptq": {"error": "asymmetric"}}],
     "awq": [{"awq": {}}, {"rtn": {}}],
     "wanda": [{"wanda": {}}],
+    "wanda-unrepaired": [{"wanda": {"repair": 0}}],
     "signround": [{"signround": {"iterations": 5}}],
     "lkd": [{"rtn": {}}, {"lkd": LEARNED}],
     "lkd-weights": [{"wanda": {}}, {"lkd": {"steps": 4}}],
@@ -81,10 +87,19 @@ PLANNED = {
     "narrow-hidden": [{"narrow": {"hidden": 0.25}}],
 }
 """Passes by the name of their line."""
+TABLE = ("rtn", "gptq", "awq", "wanda", "sparsegpt", "smoothquant", "signround")
+SHAPES = {
+    "70B, a sixteenth of each width": {"hidden": 512, "ffn": 1792, "kv_heads": 1},
+    "256 experts": {"hidden": 256, "experts": 256},
+}
+"""Options of models of one block by their name in the table."""
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.table:
+        print_table(arguments)
+        return
     if arguments.planned:
         against_plans(arguments)
         return
@@ -124,6 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", help="with --planned: the limit of the run")
     parser.add_argument("--processes", type=int, default=1, help="with --planned: also measure so many that divide it")
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
+    parser.add_argument("--table", action="store_true", help="compare the plans of several recipes and models")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     found = parser.parse_args()
     found.blocks = found.blocks or ((4, 8) if found.planned else (4, 16))
@@ -131,12 +147,26 @@ def parse() -> argparse.Namespace:
     return found
 
 
-def against_plans(arguments: argparse.Namespace) -> None:
-    """One line per recipe and model."""
+def print_table(arguments: argparse.Namespace) -> None:
+    """Print one row per recipe with the plan and the measured peak of each model."""
+    rows: dict[str, list[str]] = {name: [] for name in arguments.recipes or TABLE}
+    for sizes in SHAPES.values():
+        options = vars(arguments) | {"table": False, "planned": True, "blocks": (1,), "recipes": list(rows)} | sizes
+        for line in against_plans(argparse.Namespace(**options)):
+            rows[line["recipe"]] += [f"{line[name]}" for name in ("planned_mb", "measured_mb", "ratio")]
+    print("| recipe |" + "".join(f" {name}: planned | measured | ratio |" for name in SHAPES))
+    print("|---" * (1 + 3 * len(SHAPES)) + "|")
+    for name, cells in rows.items():
+        print(f"| `{name}` | {' | '.join(cells)} |")
+
+
+def against_plans(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print and return one line per recipe and model."""
     if arguments.one:
         folder, name = Path(arguments.one), arguments.recipes[0]
         print(json.dumps(beside_plan(folder, name, arguments)), flush=True)
-        return
+        return []
+    lines: list[dict[str, Any]] = []
     environment = dict(os.environ)
     if arguments.allocator == "exact":
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
@@ -151,8 +181,10 @@ def against_plans(arguments: argparse.Namespace) -> None:
             build(Path(temporary) / str(count), count, *size, **shape)
             for name in arguments.recipes or PLANNED:
                 alone = run(Path(temporary) / str(count), name, *options, environment=environment)
+                lines.append(alone)
                 if arguments.processes > 1:
                     in_processes(Path(temporary) / str(count), name, arguments.processes, options, environment, alone)
+    return lines
 
 
 def in_processes(
@@ -193,6 +225,7 @@ def beside_plan(folder: Path, name: str, arguments: argparse.Namespace) -> dict[
     planned = run_all(folder, name, arguments, arguments.memory) / 2**20
     measured = peak.take() - start
     figures = {
+        "weights_mb": round((folder / "model.safetensors").stat().st_size / 2**20, 1),
         "planned_mb": round(planned, 1),
         "measured_mb": round(measured, 1),
         "ratio": round(planned / measured, 2),
@@ -212,7 +245,7 @@ def run_all(folder: Path, name: str, arguments: argparse.Namespace, memory: str 
             "calibration": {"source": ids, "sequences": None, "length": None},
             "passes": PLANNED[name],
             "eval": {"perplexity": [ids], "windows": 2, "length": None},
-            "save": {"verify": "full" if memory is None and arguments.processes == 1 else "own"},
+            "save": {"verify": "own"},
         }
     )
     launch = os.environ.get("MASTER_PORT")  # the processes of a launch share the folder
@@ -259,7 +292,7 @@ def build(
     np.save(folder / "ids.npy", torch.randint(vocabulary, (sequences, tokens)).numpy())
 
 
-def run(folder: Path, recipe: str, *options: str, environment: dict[str, str] | None = None) -> dict[str, float]:
+def run(folder: Path, recipe: str, *options: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
     command = [sys.executable, __file__, recipe, "--one", str(folder), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     line = done.stdout.strip().splitlines()[-1]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def in_file(tensors: Mapping[str, Tensor], within: Path) -> dict[str, Tensor]:
                 file.write(bytes_of(tensor).numpy().data)
             file.truncate(starts[-1])
             file.flush()
-            storage = torch.UntypedStorage.from_file(file.name, False, starts[-1])
+            storage: Any = torch.UntypedStorage.from_file(file.name, False, starts[-1])
     except OSError as error:
         message = f"weights of a block cannot be written to {within} ({error}); free disk space there"
         raise SaveError(message) from error

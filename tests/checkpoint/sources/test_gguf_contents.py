@@ -116,6 +116,10 @@ def test_tensors_that_are_not_read_are_an_error(kind, opened_by, pico, cache, tm
     ("keys", "named"),
     [
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type = yarn; "),
+        (
+            {"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0},
+            r"llama\.rope\.scale_linear = 2\.0; ",
+        ),
         ({"llama.logit_scale": 0.5}, r"llama\.logit_scale = 0\.5; "),
         ({"llama.attention.sliding_window": 64}, r"llama\.attention\.sliding_window = 64; "),
         ({"llama.attention.causal": False}, r"llama\.attention\.causal = False; "),
@@ -135,6 +139,7 @@ def test_keys_without_effect_and_with_the_values_of_the_model_are_accepted(pico,
     keys = {
         "llama.rope.scaling.type": "none",
         "llama.rope.scaling.factor": 1.0,
+        "llama.rope.scale_linear": 1.0,
         "llama.attention.causal": True,
         "llama.attention.key_length": 32,
         "llama.attention.value_length": 32,
@@ -210,11 +215,14 @@ def test_divisors_of_llama_3_are_read_as_its_scaled_rotary_embedding(kind, posit
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_linear_scaling_is_read(kind, pico, tmp_path):
+@pytest.mark.parametrize(
+    "keys",
+    [{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}],
+    ids=["today", "earlier"],
+)
+def test_linear_scaling_is_read(kind, keys, pico, tmp_path):
     model, _ = scaled(pico, rope_type="linear", factor=4.0)
-    write_pico(
-        pico, tmp_path / "a.gguf", kind, keys={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    )
+    write_pico(pico, tmp_path / "a.gguf", kind, keys=keys)
     read, ids = compress.load(tmp_path / "a.gguf")[0], torch.arange(30, 400)[None]
     with torch.no_grad():
         logits, expected = read(ids).logits, model(ids).logits

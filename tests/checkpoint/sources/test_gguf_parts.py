@@ -123,6 +123,19 @@ def test_parts_that_are_not_of_one_file(opened_by, parts):
         opened_by(parts / "c.gguf")
 
 
+@pytest.mark.parametrize("opened_by", [compress.load, inspect])
+def test_parts_of_fewer_tensors_than_they_state(opened_by, parts):
+    path = parts / "b-00002-of-00003.gguf"
+    data = bytearray(path.read_bytes())
+    key = b"split.tensors.count"
+    start = data.index(key) + len(key) + 4  # after the type of the value
+    (count,) = struct.unpack_from("<i", data, start)
+    struct.pack_into("<i", data, start, count + 1)
+    path.write_bytes(bytes(data))
+    with pytest.raises(ModelError, match=rf"states split\.tensors\.count = {count + 1}, but it is {count} by"):
+        opened_by(parts)
+
+
 def test_a_folder_with_several_files_is_no_file(parts, written):
     shutil.copy(written[0], parts / "a.gguf")
     with pytest.raises(ModelError):

@@ -173,7 +173,7 @@ def test_a_process_holds_the_statistics_of_the_layers_that_it_solves(processes, 
 def test_weights_in_files_are_the_same(chain, tiny, ids, tmp_path, monkeypatch):
     model, text = tiny("mixtral", num_hidden_layers=2), ids(4, 8)
     held = in_threads(2, lambda each: swept(copy.deepcopy(model), text, CHAINS[chain], each))
-    monkeypatch.setattr("compress.blockwise.store.LEAST_BYTES", 0)
+    monkeypatch.setattr("compress.models.paged.LEAST_BYTES", 0)
     in_files = in_threads(2, lambda each: swept(copy.deepcopy(model), text, CHAINS[chain], each, tmp_path / "work"))
     assert (tmp_path / "work").exists() and not list((tmp_path / "work").iterdir())
     assert state(held[0][0]) == state(in_files[0][0]) == state(in_files[1][0])

@@ -20,6 +20,7 @@ from compress.models.structure.links import Group, Link, find_groups
 from compress.models.structure.permutations import Permutation
 from compress.passes.contract.context import Run
 from compress.passes.contract.facts import Log
+from compress.passes.contract.memory import return_freed_memory
 
 
 @dataclass
@@ -183,6 +184,7 @@ class BlockContext:
         """Hold modules in a file if the run has a folder for it; a model in memory stays there."""
         if self.run.work is not None:
             hold_in_file(modules, self.run.work)
+            return_freed_memory()
 
     def groups(self) -> Sequence[Group]:
         """Find the groups of the block with the probe."""

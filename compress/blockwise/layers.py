@@ -177,7 +177,7 @@ class LayerWork:
             for name in members:
                 self._solve_rows(name, absmax_by_layer[name])
             self._free(members)
-            self._hold_in_file(members)
+            self.context.hold_in_file([self.layers[name] for name in members])
         elif owners is not None:
             self._solve_shared(absmax_by_layer, owners)
 
@@ -235,13 +235,8 @@ class LayerWork:
                         put(self.context, name, layer := self.layers[name], solution, layer.weight.float())
                 journal.replay(entries)
                 self.results.append(result)
-            self._hold_in_file([names[number] for number in portion])
+            self.context.hold_in_file([self.layers[names[number]] for number in portion])
             self.results = keep_worst_histograms(self.results)
-
-    def _hold_in_file(self, names: Sequence[str]) -> None:
-        """Hold solved layers in a file if the run has a folder for it; a model in memory stays there."""
-        self.context.hold_in_file([self.layers[name] for name in names])
-        return_freed_memory()
 
     def _cost(self, name: str) -> float:
         """Estimate the relative time of a layer's solution: products with a Hessian are quadratic in the columns."""

@@ -188,7 +188,7 @@ def finish(job: Job, on_failure: Callable[[dict[str, Any]], None] | None = None)
     error = measured.error or conversions.error or quality_error(limits, report, str(folder))
     source, schemes = at_commit(recipe.model, opened.commit), manifest.schemes_of(opened).values()
     format_ = recipe.save.target()
-    claims = format_.programs_run(schemes), format_.misreadings(schemes)
+    claims = format_.programs_run(schemes), format_.misreadings(schemes, opened.config)
     facts = CardFacts.of(job.resolved.steps, opened.model, *claims)
     try:
         write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from the first start's

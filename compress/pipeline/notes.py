@@ -46,11 +46,10 @@ def undeclared_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
 
 
 def misread_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
-    """Return a note that names the programs that refuse the checkpoint, or compute other weights."""
+    """Return a note that names the programs that refuse the checkpoint, or compute something else."""
     format_ = resolved.format
     adapted = [format_.adapt(layer.scheme) for layer in facts.values()]
-    texts = format_.misreadings([scheme for scheme in adapted if scheme is not None])
-    texts += [deviation] if (deviation := format_.deviation(resolved.form.config)) else []
+    texts = format_.misreadings([scheme for scheme in adapted if scheme is not None], resolved.form.config)
     return [f"save: format {format_.name}: {'; '.join(texts)}"] if texts else []
 
 

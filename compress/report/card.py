@@ -190,7 +190,7 @@ def _use(report: RunResult, facts: CardFacts) -> str:
         )
     parts += [text.format(file=FORMATS[form].file) for program, text in COMMANDS.items() if program in readers]
     if facts.misreadings:
-        parts.append(f"Known not to read it: {'; '.join(facts.misreadings)}.")
+        parts.append(f"Known to refuse it or to compute something else: {'; '.join(facts.misreadings)}.")
     if not readers:
         parts.append("Other programs were not run on such a checkpoint.")
     if report.formats:

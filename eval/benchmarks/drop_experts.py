@@ -40,11 +40,7 @@ def main() -> None:
         "--windows", type=int, default=64, help="sequences of the test text, and of the calibration text"
     )
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(PICO)
-    test = token_ids("embedded", "test", tokenizer, arguments.windows, LENGTH, seed=0)
-    text = token_ids("embedded", "calibration", tokenizer, TEXT, LENGTH, seed=0)
-    model = trained(text, arguments.experts, arguments.steps)
+    model, text, test = prepared(arguments.experts, arguments.steps, arguments.windows)
     before = losses(model, test)
     print(f"all {arguments.experts} experts: {float(before.mean()):.4f}")
     step = DropExperts(sparsity=arguments.sparsity)
@@ -56,6 +52,15 @@ def main() -> None:
     for seed, after in enumerate(random):
         print(f"at random, seed {seed}: {report(after, before)}")
     print(f"at random, mean: {report(torch.stack(random).mean(0), before)}")
+
+
+def prepared(experts: int, steps: int, windows: int) -> tuple[MixtralForCausalLM, torch.Tensor, torch.Tensor]:
+    """The mixture, its training text, and sequences of the test text, on one thread."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    test = token_ids("embedded", "test", tokenizer, windows, LENGTH, seed=0)
+    text = token_ids("embedded", "calibration", tokenizer, TEXT, LENGTH, seed=0)
+    return trained(text, experts, steps), text, test
 
 
 def trained(text: torch.Tensor, experts: int, steps: int) -> MixtralForCausalLM:

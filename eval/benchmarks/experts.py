@@ -25,14 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from drop_experts import BATCH, LENGTH, TEXT, dropped, losses, report, trained
+from drop_experts import BATCH, LENGTH, dropped, losses, prepared, report
 from mixtures import PICO
 from torch import Tensor, nn
 from transformers import AutoTokenizer, MixtralForCausalLM
 
 import compress
 from compress import GPTQ, DropExperts
-from compress.data.ids import token_ids
 from compress.recipe.calibration import Calibration
 
 
@@ -46,11 +45,8 @@ def main() -> None:
         "--sequences", type=int, nargs="*", default=[16, 64], help="calibration sequences of gptq; none: no gptq"
     )
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    model, text, test = prepared(arguments.experts, arguments.steps, arguments.windows)
     tokenizer = AutoTokenizer.from_pretrained(PICO)
-    test = token_ids("embedded", "test", tokenizer, arguments.windows, LENGTH, seed=0)
-    text = token_ids("embedded", "calibration", tokenizer, TEXT, LENGTH, seed=0)
-    model = trained(text, arguments.experts, arguments.steps)
     for count in arguments.sequences:
         for weights in ("int3", "int4"):
             of_experts = {}
@@ -69,19 +65,18 @@ def main() -> None:
         kept = arguments.experts - round(sparsity * arguments.experts)
         reap = losses(dropped(model, DropExperts(sparsity=sparsity), calibration), test)
         print(f"{kept} left, dropped by reap: {report(reap, before)}")
-        for name, other in zip(
-            ("rows of the router kept", "stock model"), merged(model, calibration, kept), strict=True
-        ):
-            after = losses(other, test)
-            print(f"{kept} left, merged, {name}: {report(after, before)}; less dropped {report(after, reap)}")
+        names = "rows of the router kept", "stock model"
+        for name, variant in zip(names, merged(model, calibration, kept), strict=True):
+            loss = losses(variant, test)
+            print(f"{kept} left, merged, {name}: {report(loss, before)}; less dropped {report(loss, reap)}")
 
 
 @torch.no_grad()
-def divergences(model: nn.Module, other: nn.Module, ids: Tensor) -> Tensor:
+def divergences(model: nn.Module, variant: nn.Module, ids: Tensor) -> Tensor:
     """Return the mean KL divergence of each sequence in nats."""
     values = []
     for part in ids.split(BATCH):
-        expected, actual = (m(input_ids=part).logits.float().log_softmax(-1) for m in (model, other))
+        expected, actual = (m(input_ids=part).logits.float().log_softmax(-1) for m in (model, variant))
         values.append((expected.exp() * (expected - actual)).sum(-1).mean(1))
     return torch.cat(values)
 
@@ -130,8 +125,8 @@ def clusters(points: Tensor, number: int) -> list[list[int]]:
     return groups
 
 
-def _linkage(distances: Tensor, one: Sequence[int], other: Sequence[int]) -> float:
-    return float(distances[one][:, other].mean())
+def _linkage(distances: Tensor, group: Sequence[int], neighbour: Sequence[int]) -> float:
+    return float(distances[group][:, neighbour].mean())
 
 
 if __name__ == "__main__":

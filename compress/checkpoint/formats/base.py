@@ -213,17 +213,14 @@ class Format(ABC):
         """Return the programs that read all grids of these compressed layers in conformance."""
         return programs_run(self.name, schemes)
 
-    def misreadings(self, schemes: Collection[LayerScheme]) -> list[str]:
-        """Return a text for each program that is known to refuse these compressed layers, or to compute others."""
-        return misreadings(self.name, schemes)
-
-    def deviation(self, config: PretrainedConfig) -> str | None:
-        """Return how the program that the format is made for computes a model slightly otherwise; None if it does not.
+    def misreadings(self, schemes: Collection[LayerScheme], config: PretrainedConfig) -> list[str]:
+        """Return a text for each program that is known to refuse a checkpoint, or to compute something else.
 
         Args:
+            schemes: of the compressed layers.
             config: configuration of the model.
         """
-        return None
+        return misreadings(self.name, schemes)
 
     def misread(self, config: PretrainedConfig) -> str | None:
         """Return why transformers makes another model of a correct checkpoint; None if nothing is known.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -218,8 +218,8 @@ class GGUF(Format):
                 raise ValueError(f"{name}: {reason}")
         return schemes
 
-    def deviation(self, config: PretrainedConfig) -> str | None:
-        return YARN_ENDS if rounds_yarn(config) else None
+    def misreadings(self, schemes: Collection[LayerScheme], config: PretrainedConfig) -> list[str]:
+        return super().misreadings(schemes, config) + ([YARN_ENDS] if rounds_yarn(config) else [])
 
     def misread(self, config: PretrainedConfig) -> str | None:
         architecture = architecture_of(config)

@@ -112,6 +112,8 @@ def test_a_run_that_quantizes_attention_keeps_the_experts(quantized, recipe, tmp
     assert "truncate: false" in note
     made = compress.run(asked, tmp_path / "out", progress=False)
     assert made.report["verified"]["own"] <= LOGITS
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "llama.cpp rounds the ends of the ramp of YaRN" in " ".join(card.split())
     stored = tensors_of(tmp_path / "out")
     assert_equal_blocks(stored, quantized)
     assert stored["blk.0.attn_q.weight"].tensor_type.name == "Q8_0"

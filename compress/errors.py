@@ -108,6 +108,12 @@ class ProcessError(Failure):
         self.told, self.exit_code = told, exit_code
 
 
+class Terminated(BaseException):
+    """SIGTERM came, as of a launcher whose other process ended. No Exception, so that nobody keeps it as a result."""
+
+    exit_code = 1
+
+
 class VerificationError(Failure):
     """The checkpoint does not read back as it was computed."""
 

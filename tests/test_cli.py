@@ -496,6 +496,20 @@ def test_a_launcher_that_terminates_the_run_is_told_how_to_resume(spell, monkeyp
     assert "run the same command again to resume" in result.stderr and signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_terminated_evaluation_is_no_failed_one(spell, tmp_path, monkeypatch):
+    """Else the run would go on, and its report would have a reason that says nothing of the model."""
+
+    def terminated(*args):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("compress.pipeline.finish.measure_all", terminated)
+    result = call("run", spell(), "--out", tmp_path / "out")
+    assert result.exit_code == 1 and "error: terminated" in result.stderr
+    assert not (tmp_path / "out" / "report.json").exists()
+    monkeypatch.undo()
+    assert call("run", spell(), "--out", tmp_path / "out").exit_code == 0
+
+
 # ---- real processes ----
 
 

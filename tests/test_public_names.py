@@ -201,6 +201,7 @@ def test_the_tree_of_errors():
         for name, kind in inspect.getmembers(errors, inspect.isclass)
         if kind.__module__ == errors.__name__
     }
+    assert found.pop("Terminated") == 1 and not issubclass(errors.Terminated, Exception)
     assert found == ERRORS
     assert all(issubclass(getattr(errors, name), compress.CompressError) for name in found)
     assert all(issubclass(getattr(errors, n), errors.UserError) == (code == 2) for n, code in found.items())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import click
 
 from compress.cli.show import echo
-from compress.errors import CompressError, ProcessError, SeveralErrors
+from compress.errors import CompressError, ProcessError, SeveralErrors, Terminated
 
 INTERRUPTED = 130
 AGAIN = "interrupted; run the same command again to resume"
@@ -84,7 +84,7 @@ class ErrorGroup(click.Group):
             if error.told and not debug:
                 sys.exit(error.exit_code)
             _fail([str(error)], error.exit_code, debug)
-        except CompressError as error:
+        except (CompressError, Terminated) as error:
             _fail([str(error)], error.exit_code, debug)
         except (click.exceptions.Abort, KeyboardInterrupt):
             _fail([AGAIN], INTERRUPTED, debug)
@@ -133,7 +133,7 @@ TERMINATED = "terminated, as by a launcher of which another process ended; run t
 
 
 class Interrupt:
-    """Raise KeyboardInterrupt on SIGINT and again at the next journal entry of the run; raise ProcessError on SIGTERM.
+    """Raise KeyboardInterrupt on SIGINT and again at the next journal entry of the run; raise Terminated on SIGTERM.
 
     A library may swallow an exception that is raised in its callback; the flag keeps the request to stop. The context
     yields the listener for the journal.
@@ -156,7 +156,7 @@ class Interrupt:
         raise KeyboardInterrupt
 
     def _end(self, *_: object) -> None:
-        raise ProcessError(TERMINATED)
+        raise Terminated(TERMINATED)
 
     def _hear(self, entry: Any) -> None:
         if self._pressed:

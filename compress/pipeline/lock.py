@@ -52,7 +52,8 @@ def locked(folder: Path, journal: Journal) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):  # Windows keeps files that are open
-                path.unlink()
+                if _is_at(file, path):
+                    path.unlink()
             for place in created:
                 with suppress(OSError):  # it holds the files of the run
                     place.rmdir()
@@ -72,9 +73,14 @@ def _opened(path: Path, folder: Path, journal: Journal) -> IO[str]:
             message = f"the file system has no locks ({error.strerror}); a second run would not be noticed"
             journal.add("note", "run", message)
             return file
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        if _is_at(file, path):
             return file
         file.close()  # the run that held it removed it
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether the path still names the open file; where the folder was deleted, it may be that of another run."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _take(file: int) -> None:

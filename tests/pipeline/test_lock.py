@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -76,6 +77,16 @@ def test_a_lock_that_is_taken_but_not_yet_signed(tmp_path):
         (tmp_path / WORK / LOCK).write_text("")
         with pytest.raises(OutputError, match="another process works in this folder"), locked(tmp_path, Journal()):
             pass
+
+
+def test_a_run_whose_folder_was_deleted_leaves_the_lock_of_another(tmp_path):
+    with locked(tmp_path / "out", Journal()):
+        shutil.rmtree(tmp_path / "out")
+        other = locked(tmp_path / "out", Journal())
+        other.__enter__()
+    assert (tmp_path / "out" / WORK / LOCK).exists()
+    other.__exit__(None, None, None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_error_is_of_the_folder_if_that_cannot_be_made(tmp_path):

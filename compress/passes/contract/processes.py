@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.nn import functional
 
-from compress.errors import CompressError, ProcessError
+from compress.errors import CompressError, ProcessError, Terminated
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -195,9 +195,9 @@ class Processes:
             return
         try:
             yield
-        except Exception as error:
+        except (Exception, Terminated) as error:
             cause = _lost(error) if isinstance(error, RuntimeError) and "gloo" in str(error) else error
-            code = cause.exit_code if isinstance(cause, CompressError) else 1
+            code = cause.exit_code if isinstance(cause, CompressError | Terminated) else 1
             was_reported = cause.told if isinstance(cause, ProcessError) else False
             if was_reported or not self.link.fail(code, str(cause)):
                 raise ProcessError(str(cause), told=True, exit_code=code) from error

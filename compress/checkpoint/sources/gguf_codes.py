@@ -35,7 +35,8 @@ from compress.checkpoint.sources.gguf_contents import (
     own_config,
     own_tokenizer,
 )
-from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
+from compress.checkpoint.sources.gguf_header_config import config_of_header, own_kind
+from compress.checkpoint.sources.gguf_parts import gguf_of, merge, open_parts, parts_of
 from compress.checkpoint.sources.hub import safetensors_folder
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
@@ -55,6 +56,30 @@ def checkpoint_of(source: str) -> Path:
     return safetensors_folder(source) if path is None else folder_of_codes(path)
 
 
+def folder_of_file(path: Path, codes: bool) -> Path:
+    """Return the folder of a .gguf file, with its codes or as a dense model, which transformers makes.
+
+    A file whose header transformers cannot read keeps its codes in any case.
+
+    Args:
+        path: the file.
+        codes: whether codes are kept, if they can be read.
+
+    Raises:
+        ModelError: for a file that cannot be read.
+    """
+    return folder_of_codes(path) if codes or _keeps_codes(path) else as_safetensors(path)
+
+
+def _keeps_codes(path: Path) -> bool:
+    """Whether transformers cannot read the header of a file; the conversion reports a damaged one."""
+    try:
+        field = call_foreign(open_parts, parts_of(path))[0].get_field("general.architecture")
+    except ModelError:
+        return False
+    return field is not None and own_kind(str(field.contents())) is not None
+
+
 def folder_of_codes(path: Path) -> Path:
     """Return the folder of a .gguf file with its codes, or, if they cannot be read, with dense weights.
 
@@ -64,6 +89,8 @@ def folder_of_codes(path: Path) -> Path:
     try:
         return made_once(path, KEPT, lambda folder: _keep(path, folder))
     except ModelError as error:  # the conversion reports what is wrong with the file, if anything is
+        if _keeps_codes(path):
+            raise
         log.info("%s is converted to dense weights: %s", path, error)
         return as_safetensors(path)
 
@@ -92,7 +119,7 @@ def _describe(path: Path) -> None:
     header = call_foreign(header_of, path)
     check_counts(header)
     types = header.types
-    own = own_config(header)
+    own = own_config(header) or config_of_header(header)
     config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name) if own is None else own
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:

@@ -88,6 +88,8 @@ def token_files(given: argparse.Namespace) -> dict[str, Path]:
         found[part] = given.work.absolute() / f"{part}-{count}x{given.length}.npy"
         if not found[part].exists():
             tokenizer = open_model(given.model).tokenizer
+            if tokenizer is None:
+                sys.exit(f"{given.model} has no tokenizer; write token ids as .npy files")
             text = TextSource(source=source, divided=given.calibration == given.evaluation)
             prefix = special_tokens_around(tokenizer)[0]
             np.save(found[part], sample(text, part, tokenizer, count, given.length, 0, prefix)[0].numpy())
@@ -114,7 +116,8 @@ def dense_file(given: argparse.Namespace, calibration: Path) -> Path:
         compress.imatrix(
             given.model, written, text=str(calibration), sequences=sequences, length=length, dtype="float32"
         )
-        np.savez(matrix, **{name: read().numpy() for name, read in read_imatrix(written).items()})
+        entries: dict[str, Any] = {name: read().numpy() for name, read in read_imatrix(written).items()}
+        np.savez(matrix, **entries)
     return plain
 
 

@@ -14,7 +14,7 @@ from compress import RTN
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.sources.hub import folder_of
 from compress.errors import ModelError
-from compress.layers.linear import linears
+from compress.layers.linear import CompressedLinear, linears
 
 IDS = torch.arange(40, 64)[None]
 WRITTEN = (
@@ -104,11 +104,16 @@ def test_its_codes_and_its_function_are_those_of_the_file_of_compress(weights, o
     opened, tokenizer = compress.load(foreign(file, tmp_path / "foreign.gguf"), "float32")
     assert opened.config.rope_parameters == model.config.rope_parameters
     assert opened.config.layer_types == model.config.layer_types
-    parts = {name: layer.all_parts[0] for name, layer in linears(opened).items() if hasattr(layer, "all_parts")}
-    assert bool(parts) == (weights is not None)
-    for name, layer in linears(model).items():
-        if name in parts:
-            assert torch.equal(parts[name].dense(torch.float32), layer.all_parts[0].dense(torch.float32)), name
+    read, written = (
+        {
+            name: layer.all_parts[0].dense(torch.float32)
+            for name, layer in linears(model_read).items()
+            if isinstance(layer, CompressedLinear)
+        }
+        for model_read in (opened, model)
+    )
+    assert read.keys() == written.keys() and bool(read) == (weights is not None)
+    assert all(torch.equal(values, written[name]) for name, values in read.items())
     assert same_logits(logits(opened), logits(model))
     assert (
         tokenizer is not None

@@ -73,7 +73,7 @@ COMPILED = ("attention",)
 """Scripts of `RUNS` that measure the compiled kernels alone."""
 
 REFUSED = {
-    "peer_llamacpp": ("losses {pico} {test} {new}", "llama-cpp-python is not installed here"),
+    "peer_llamacpp": ("measure {pico} {test} {pico}", "llama-cpp-python is not installed here"),
     "peer_vllm": ("{pico} float32", "vLLM is not installed here"),
     "peer_mlx": ("{pico}", "mlx-lm is not installed here"),
     "peer_llmcompressor": ("gptq " + PROTOCOL, "needs llmcompressor"),

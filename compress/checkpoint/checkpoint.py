@@ -26,8 +26,7 @@ from compress.checkpoint.inference import keeps_narrow, narrow_weights, put_narr
 from compress.checkpoint.layers import DequantizedWeight, StoredLayers, StoredTensor, check_finite
 from compress.checkpoint.recognize import recognize
 from compress.checkpoint.sources.files import answers_digest_of, fingerprint_of
-from compress.checkpoint.sources.gguf import as_safetensors
-from compress.checkpoint.sources.gguf_codes import folder_of_codes
+from compress.checkpoint.sources.gguf_codes import folder_of_file
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import fetch_code, safetensors_folder
 from compress.checkpoint.sources.limits import limited_modules, stored_bytes
@@ -130,7 +129,7 @@ class Checkpoint:
             ModelError: if the source does not exist, or cannot be fetched or converted.
         """
         if (file := gguf_of(source)) is not None:
-            folder = folder_of_codes(file) if codes else as_safetensors(file)
+            folder = folder_of_file(file, codes)
         elif isinstance(source, Path):
             folder = source
             if not folder.is_dir():

@@ -1,11 +1,12 @@
 """llama.cpp's side of versus_llamacpp.py, through llama-cpp-python; it may run in a virtual environment of its own.
 
     python eval/benchmarks/peer_llamacpp.py quantize SOURCE.gguf OUT.gguf TYPE [IMPORTANCE.npz]
-    python eval/benchmarks/peer_llamacpp.py losses MODEL.gguf IDS.npy OUT.npy
+    python eval/benchmarks/peer_llamacpp.py measure BASE.gguf IDS.npy MODEL.gguf...
     python eval/benchmarks/peer_llamacpp.py speed MODEL.gguf THREADS
 
 `quantize` calls llama_model_quantize; IMPORTANCE holds the mean squared inputs of each matrix by its name in the file,
-which is what llama.cpp's own imatrix tool collects. `losses` writes the mean next-token loss of each window of IDS,
+which is what llama.cpp's own imatrix tool collects. `measure` writes MODEL.measured.npy next to each MODEL: its mean
+next-token loss on each window of IDS, and the mean KL divergence of its next-token distribution from that of BASE, both
 computed by llama.cpp's own forward pass. `speed` answers runtimes.py, as peer_transformers.py does.
 """
 
@@ -22,26 +23,13 @@ try:
 except ImportError:
     sys.exit("llama-cpp-python is not installed here; pip install llama-cpp-python, or give --llama-python PATH")
 
-TYPES = {
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q8_0": 7,
-    "Q5_0": 8,
-    "Q5_1": 9,
-    "Q2_K": 10,
-    "Q3_K_M": 12,
-    "Q4_K_M": 15,
-    "Q5_K_M": 17,
-    "Q6_K": 18,
-}
-
 TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluation.speed, which another Python lacks
 
 
 def quantize(source: str, out: str, kind: str, importance: str | None = None) -> None:
     """Quantize a file by llama.cpp's own quantizer."""
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = TYPES[kind], 1
+    options.ftype, options.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
     if importance is not None:
         held = {name: np.ascontiguousarray(values, dtype=np.float32) for name, values in np.load(importance).items()}
         entries = (llama_cpp.llama_model_imatrix_data * (len(held) + 1))()
@@ -54,11 +42,9 @@ def quantize(source: str, out: str, kind: str, importance: str | None = None) ->
         sys.exit(f"llama.cpp could not quantize {source} ({code})")
 
 
-def losses(path: str, ids_path: str, out: str) -> None:
-    """Write the mean next-token loss of a file on each window of token ids [windows, length]."""
-    ids = np.load(ids_path)
-    length = ids.shape[1]
-    model = llama_cpp.Llama(
+def opened(path: str, length: int) -> llama_cpp.Llama:
+    """A model whose logits of a whole window are kept."""
+    return llama_cpp.Llama(
         path,
         n_ctx=length,
         n_batch=length,
@@ -68,19 +54,34 @@ def losses(path: str, ids_path: str, out: str) -> None:
         n_threads=1,
         n_threads_batch=1,
     )
-    found = []
-    for window in ids:
-        model.reset()
-        model.eval([int(token) for token in window])
-        total = 0.0
-        for start in range(0, length - 1, 128):
-            stop = min(start + 128, length - 1)
-            logits = model.scores[start:stop].astype(np.float64)
-            top = logits.max(1, keepdims=True)
-            norm = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
-            total += (norm - logits[np.arange(stop - start), window[start + 1 : stop + 1]]).sum()
-        found.append(total / (length - 1))
-    np.save(out, np.array(found))
+
+
+def logits_of(model: llama_cpp.Llama, window: np.ndarray) -> np.ndarray:
+    """The logits after each token of a window but the last, less the largest of each."""
+    model.reset()
+    model.eval([int(token) for token in window])
+    logits = model.scores[: len(window) - 1]
+    return logits - logits.max(1, keepdims=True)
+
+
+def measure(base_path: str, ids_path: str, *paths: str) -> None:
+    """Write [2, windows] for each file: the mean next-token loss and KL divergence of each window of ids."""
+    ids = np.load(ids_path)
+    base, models = opened(base_path, ids.shape[1]), [opened(path, ids.shape[1]) for path in paths]
+    found = np.zeros((len(models), 2, len(ids)))
+    for number, window in enumerate(ids):
+        wanted = logits_of(base, window)
+        weights = np.exp(wanted)
+        total = weights.sum(1, dtype=np.float64)
+        for model, into in zip(models, found, strict=True):
+            logits = logits_of(model, window)
+            log_total = np.log(np.exp(logits).sum(1, dtype=np.float64))
+            into[0, number] = (log_total - logits[np.arange(len(logits)), window[1:]]).mean()
+            # KL(p, q) = sum_i p_i (x_i - y_i) - log sum_i exp(x_i) + log sum_i exp(y_i) for logits x of p and y of q
+            gaps = np.einsum("ti,ti->t", weights, wanted - logits, dtype=np.float64)
+            into[1, number] = (gaps / total - np.log(total) + log_total).mean()
+    for path, values in zip(paths, found, strict=True):
+        np.save(path.removesuffix(".gguf") + ".measured.npy", values)
 
 
 def speed(path: str, threads: str) -> None:
@@ -110,4 +111,4 @@ def speed(path: str, threads: str) -> None:
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    {"quantize": quantize, "losses": losses, "speed": speed}[command](*arguments)
+    {"quantize": quantize, "measure": measure, "speed": speed}[command](*arguments)

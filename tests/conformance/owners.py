@@ -73,19 +73,40 @@ class Owner:
             (inside / "shared.pth").write_text("".join(f"{folder}\n" for folder in dict.fromkeys(folders)))
 
     def run(self, script: str, jobs: list[dict[str, str]], cache: Path, work: Path) -> None:
-        """Run a script of this folder on some jobs, without a network. Raises RuntimeError with its last lines."""
+        """Run a script of this folder on some jobs, without a network. Raises RuntimeError with its last lines.
+
+        A checkpoint on which a reader ends by a signal gets its words as its error, and the others are read without it.
+        """
         try:
             python = self.environment(cache)
         except subprocess.SubprocessError as error:
             raise RuntimeError(f"does not install: {error}") from error
         listed = work / f"{self.name}-{Path(script).name}.json"
-        listed.write_text(json.dumps(jobs))
         code = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **dict(self.variables)}
-        found = subprocess.run(
-            [python, HERE / script, listed], capture_output=True, text=True, timeout=60 * MINUTES, env=code, cwd=work
-        )
-        if found.returncode:
-            raise RuntimeError(" / ".join(found.stderr.strip().splitlines()[-2:]))
+        while jobs:
+            listed.write_text(json.dumps(jobs))
+            found = subprocess.run(
+                [python, HERE / script, listed],
+                capture_output=True,
+                text=True,
+                timeout=60 * MINUTES,
+                env=code,
+                cwd=work,
+            )
+            if found.returncode == 0:
+                return
+            jobs = [job for job in jobs if not any(Path(job["out"] + end).exists() for end in ("", ".error"))]
+            if found.returncode > 0 or not jobs or not script.startswith("readers/"):
+                raise RuntimeError(" / ".join(found.stderr.strip().splitlines()[-2:]))
+            ended, *jobs = jobs
+            Path(ended["out"] + ".error").write_text(f"ended by signal {-found.returncode}: {words_of(found.stderr)}")
+
+
+def words_of(errors: str) -> str:
+    """The message of a C++ exception that ended a program; the last line, if there is none."""
+    lines = errors.strip().splitlines()
+    said = [line.partition("what():")[2].strip() for line in lines if line.strip().startswith("what():")]
+    return next(iter(said or lines[-1:]), "")
 
 
 COMPRESSED_TENSORS = Owner("compressed-tensors", ("compressed-tensors",), "transformers")

@@ -11,19 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.gguf import BLOCKS, DENSE, SIDECAR, packed_index
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.formats.gguf import GGUF
-from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of, rope_factors
+from compress.checkpoint.formats.gguf_files.architecture import architecture_of, rope_factors
 from compress.checkpoint.sources.gguf import as_safetensors, made_once
 from compress.checkpoint.sources.gguf_contents import (
     check_counts,
@@ -35,14 +34,13 @@ from compress.checkpoint.sources.gguf_contents import (
     own_config,
     own_tokenizer,
 )
-from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
+from compress.checkpoint.sources.gguf_header_config import config_of_header, own_kind
+from compress.checkpoint.sources.gguf_layers import schemes_in_file, tensors_in_file
+from compress.checkpoint.sources.gguf_parts import gguf_of, merge, open_parts, parts_of
 from compress.checkpoint.sources.hub import safetensors_folder
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
-from compress.layers.linear import linears, shape_of
-from compress.layers.scheme import LayerScheme
 from compress.models.experts import open_experts
-from compress.models.structure.ends import find_ends
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +53,30 @@ def checkpoint_of(source: str) -> Path:
     return safetensors_folder(source) if path is None else folder_of_codes(path)
 
 
+def folder_of_file(path: Path, codes: bool) -> Path:
+    """Return the folder of a .gguf file, with its codes or as a dense model, which transformers makes.
+
+    A file whose header transformers cannot read keeps its codes in any case.
+
+    Args:
+        path: the file.
+        codes: whether codes are kept, if they can be read.
+
+    Raises:
+        ModelError: for a file that cannot be read.
+    """
+    return folder_of_codes(path) if codes or _keeps_codes(path) else as_safetensors(path)
+
+
+def _keeps_codes(path: Path) -> bool:
+    """Whether transformers cannot read the header of a file; the conversion reports a damaged one."""
+    try:
+        field = call_foreign(open_parts, parts_of(path))[0].get_field("general.architecture")
+    except ModelError:
+        return False
+    return field is not None and own_kind(str(field.contents())) is not None
+
+
 def folder_of_codes(path: Path) -> Path:
     """Return the folder of a .gguf file with its codes, or, if they cannot be read, with dense weights.
 
@@ -64,6 +86,8 @@ def folder_of_codes(path: Path) -> Path:
     try:
         return made_once(path, KEPT, lambda folder: _keep(path, folder))
     except ModelError as error:  # the conversion reports what is wrong with the file, if anything is
+        if _keeps_codes(path):
+            raise
         log.info("%s is converted to dense weights: %s", path, error)
         return as_safetensors(path)
 
@@ -92,7 +116,7 @@ def _describe(path: Path) -> None:
     header = call_foreign(header_of, path)
     check_counts(header)
     types = header.types
-    own = own_config(header)
+    own = own_config(header) or config_of_header(header)
     config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name) if own is None else own
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
@@ -104,12 +128,12 @@ def _describe(path: Path) -> None:
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
     open_experts(model)
-    parts = dict(_parts(model, architecture))
+    parts = dict(tensors_in_file(model, architecture))
     file_names = {name for names in parts.values() for name in names}
     check_none_missing(header, file_names - set(types))
     check_none_unread(header, set(types) - file_names - replaced)
     in_rows = {full: list(names) for full, names in parts.items() if not any("stacked" in v for v in names.values())}
-    schemes = dict(_schemes(model, in_rows, types))
+    schemes = dict(schemes_in_file(model, in_rows, types))
     entries = {}
     for full, values_by_name in parts.items():
         is_packed = full.removesuffix(".weight") in schemes
@@ -131,35 +155,3 @@ def _describe(path: Path) -> None:
     # AutoTokenizer reads the files of few architectures, this class those of all
     kind: Any = AutoTokenizer if own is None else PreTrainedTokenizerFast
     call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
-
-
-def _parts(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Yield the tensors in the file of each tensor of the model, with fields of `Entry`; of tied tensors, once."""
-    name_in_file = architecture.tensor_names(model.config.num_hidden_layers)
-    tied = {name: end.embedding for end in find_ends(model) if end.role == "tied" for name in (end.head, end.embedding)}
-    for full in model.state_dict():
-        module, _, leaf = full.rpartition(".")
-        names = {}
-        for part, values in architecture.parts(f"{tied.get(module) or module}.{leaf}", model.config).items():
-            file_name = name_in_file(part)
-            if file_name is None:
-                raise NotThisFormat(f"model: the gguf package has no name for {full}")
-            names[file_name] = values
-        yield full, names
-
-
-def _schemes(
-    model: PreTrainedModel, names: Mapping[str, Sequence[str]], types: Mapping[str, str]
-) -> Iterator[tuple[str, LayerScheme]]:
-    """The scheme of each linear and each end whose rows are rows of blocks of one type.
-
-    names: of the tensors of the file that have these rows.
-    """
-    ends = {end.name: end for end in find_ends(model)}
-    shapes: dict[str, Any] = {name: shape_of(module) for name, module in linears(model).items()}
-    shapes |= {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in ends}
-    for name, shape in shapes.items():
-        kinds = {types[file_name] for file_name in names.get(f"{name}.weight", ())}
-        block = BLOCK_TYPES.get(kinds.pop()) if len(kinds) == 1 else None
-        if block is not None:
-            yield name, LayerScheme(shape, (block.scheme(),), role=ends[name].role if name in ends else "linear")

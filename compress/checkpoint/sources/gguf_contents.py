@@ -182,9 +182,9 @@ def check_keys(header: GGUFHeader, config: PretrainedConfig) -> None:
     stated, unread = dict(_stated(config)), []
     for key, value in header.values.items():
         short = key.removeprefix(f"{name}.")
-        if short != key and short not in read_keys | WITHOUT_EFFECT and not _same(value, stated.get(short)):
+        if short != key and short not in read_keys | WITHOUT_EFFECT and not is_same(value, stated.get(short)):
             unread.append(f"{key} = {value if isinstance(value, str | float | int) else '[...]'}")
-    _refuse(header.path, "states hyperparameters that are not read", unread)
+    refuse_names(header.path, "states hyperparameters that are not read", unread)
 
 
 def check_tensors(header: GGUFHeader, model: PreTrainedModel, replaced: Set[str]) -> None:
@@ -209,12 +209,12 @@ def check_tensors(header: GGUFHeader, model: PreTrainedModel, replaced: Set[str]
 
 def check_none_unread(header: GGUFHeader, names: Iterable[str]) -> None:
     """Raise ModelError if there are names of tensors that are not read."""
-    _refuse(header.path, "holds tensors that are not read", names)
+    refuse_names(header.path, "holds tensors that are not read", names)
 
 
 def check_none_missing(header: GGUFHeader, names: Iterable[str]) -> None:
     """Raise ModelError if there are names of tensors of the model that the file lacks."""
-    _refuse(header.path, "lacks tensors of the model", names)
+    refuse_names(header.path, "lacks tensors of the model", names)
 
 
 def _stated(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
@@ -240,14 +240,15 @@ def _stated(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
         yield name, getattr(config, name, None)
 
 
-def _same(value: Any, stated: Any) -> bool:
+def is_same(value: Any, stated: Any) -> bool:
     """Whether values are equal; the file holds floats in 32 bits."""
     if isinstance(value, int | float) and isinstance(stated, int | float):
         return math.isclose(value, stated, rel_tol=1e-6)
     return stated is not None and value == stated
 
 
-def _refuse(path: Path, reason: str, names: Iterable[str]) -> None:
+def refuse_names(path: Path, reason: str, names: Iterable[str]) -> None:
+    """Raise ModelError for a file that would be read as another model, if there are names."""
     listed = sorted(names)
     if listed:
         more = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""

@@ -12,6 +12,7 @@ from compress.checkpoint.formats.readers import programs_run, table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 
+import owners
 from table import READERS, TABLE, merged, programs_of, rows_of, with_programs
 
 
@@ -70,3 +71,29 @@ def test_a_plan_names_none_where_none_is_known(recipe):
 )
 def test_programs_are_those_that_were_run_on_such_weights_and_inputs(form, scheme, programs):
     assert programs_run(form, [scheme]) == programs
+
+
+def test_a_checkpoint_that_ends_a_reader_costs_no_other_row(monkeypatch, tmp_path):
+    """A program that aborts in C++ answers for the checkpoints before it, and another process reads those after it."""
+    (tmp_path / "readers").mkdir()
+    script = tmp_path / "readers" / "with_one.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "for job in json.load(open(sys.argv[1])):\n"
+        "    if job['kind'] == 'bad':\n"
+        "        print('terminate called\\n  what():  no scalar path\\nframe #1', file=sys.stderr, flush=True)\n"
+        "        os.abort()\n"
+        "    open(job['out'], 'w').write('read')\n"
+    )
+    monkeypatch.setattr(owners, "HERE", tmp_path)
+    monkeypatch.setattr(owners.Owner, "environment", lambda self, cache: sys.executable)
+    jobs = [
+        {"kind": kind, "out": str(tmp_path / f"{i}.out")}
+        for i, kind in enumerate(("good", "bad", "good", "bad", "good"))
+    ]
+    owners.Owner("one", (), "one").run("readers/with_one.py", jobs, tmp_path, tmp_path)
+    assert [(tmp_path / f"{i}.out").exists() for i in range(5)] == [True, False, True, False, True]
+    assert (tmp_path / "1.out.error").read_text() == "ended by signal 6: no scalar path"
+    script.write_text("raise SystemExit('no such package')")
+    with pytest.raises(RuntimeError, match="no such package"):
+        owners.Owner("one", (), "one").run("readers/with_one.py", jobs[:1], tmp_path, tmp_path)

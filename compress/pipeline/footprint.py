@@ -645,6 +645,6 @@ class Footprint:
             len(self.opened.blocks) * self.hidden if block is None else 0,
             hidden=self.hidden,
             sampled=0 if block is None else self._sampled(names, len(inputs)),
-            probed=0 if block is None else min(PROBE_TOKENS, self.length) * sum(width for _, width in within.values()),
+            probed=0 if block is None else min(PROBE_TOKENS, self.length) * sum(self._input_widths(within)),
             replaced_bytes=0 if block is None else self._block_after(index, self.steps[index][1], block),
         )

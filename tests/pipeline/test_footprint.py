@@ -13,6 +13,7 @@ from compress.checkpoint.opening import open_model
 from compress.checkpoint.save import outside_state
 from compress.layers.scheme import LayerScheme
 from compress.numerics.linalg import Regularization
+from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency
 from compress.passes.contract.samples import Rows, Sample
 from compress.passes.quantize.awq import Moments
@@ -222,12 +223,20 @@ def mixture(recipe, tmp_path):
 def test_inputs_of_experts_are_sampled_from_the_tokens_that_they_get(mixture):
     rows = 2 * 64 + CHOSEN * MIXTURE_TOKENS  # of attention in two batches; of all experts together
     statistics = 4 * WIDTH * (1 + EXPERTS)  # the largest magnitudes
-    read = 32 * WIDTH * (4 + 3 * EXPERTS)  # by all linears in a forward pass of the probe
-    replaced = 4 * WIDTH**2 * (4 + 3 * EXPERTS)
-    expected = statistics + 4 * rows * WIDTH + 3 * 4 * read - replaced
+    solution = 4 * 4 * WIDTH**2  # more than what the probe needs beyond the weights that are replaced later
+    expected = statistics + 4 * rows * WIDTH + solution
     assert mixture(SmoothQuant(), RTN())["the pass"] == expected
     searched = mixture(SmoothQuant(alpha="search"), RTN())["the pass"]
     assert searched == expected + 4 * rows * WIDTH  # the observer samples in float32 as well
+
+
+def test_links_are_searched_before_linears_are_replaced():
+    size = ProblemSize(10, 0, 0, 0, 0, 0, itemsize=2, probed=100, forward_bytes=50)
+    links = 4 * 10 + 3 * 4 * 100  # a copy in float32, and the inputs of three forward passes
+    assert size.beginning_bytes == links
+    assert replace(size, replaced_bytes=200).beginning_bytes == links - 200
+    assert replace(size, replaced_bytes=5000).beginning_bytes == 0
+    assert replace(size, itemsize=4, probed=1).beginning_bytes == 50
 
 
 def test_gradients_of_experts_pass_only_the_tokens_that_they_get(mixture):

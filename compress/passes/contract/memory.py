@@ -40,7 +40,7 @@ class ProblemSize:
         outputs: for the model, numbers of the outputs of all blocks, per token.
         hidden: channels of the hidden states between blocks.
         sampled: for a block, numbers of the rows that are sampled from its inputs while they are observed.
-        probed: for a block, numbers that its linears read in a forward pass of the probe.
+        probed: for a block, numbers of the inputs of all its linears in a forward pass of the probe.
         replaced_bytes: for a block, bytes of the linears that the pass leaves, which are not there while it observes.
         shape: (out, in) of the linear; only `weights`, `itemsize` and `shape` are set for one.
     """

@@ -9,6 +9,7 @@ from torch import nn
 
 from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.models.structure.links import FOLD_TOLERANCE, Group, Link, block_signature, find_groups, find_links, fold
+from compress.models.structure.probes import Probe, in_float32
 from compress.numerics.metrics import relative_error
 
 GATED = {
@@ -281,6 +282,15 @@ def test_inputs_of_a_block_are_freed_while_its_groups_are_found():
     with torch.no_grad():
         groups = find_groups(block, lambda b: b(torch.randn(1, 3, 8)))
     assert [group.linears for group in groups] == [(f"linears.{i}",) for i in range(16)] and len(block.alive) == 16
+
+
+def test_readers_of_one_tensor_share_a_copy_of_it_in_a_probe(second_block):
+    block, forward = second_block("llama")
+    with in_float32(block) as proof:
+        inputs = Probe(proof, forward).base
+    queries, keys, output = (inputs[f"self_attn.{name}_proj"] for name in "qko")
+    assert queries is keys and queries is not output
+    assert inputs["mlp.gate_proj"] is inputs["mlp.up_proj"]
 
 
 @pytest.mark.parametrize(("unused", "count"), [(0, 1), (8, 0), (6, 1)])

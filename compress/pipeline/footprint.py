@@ -195,6 +195,7 @@ class Footprint:
         evaluated = {
             "logits of a text": self._logits_bytes(),
             "temporaries of the loss": self._loss_bytes(copies),
+            "a forward pass": self.forward_bytes(self._scored),
             "weights in the layout of kernels": copies,
         }
         needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]
@@ -645,6 +646,6 @@ class Footprint:
             len(self.opened.blocks) * self.hidden if block is None else 0,
             hidden=self.hidden,
             sampled=0 if block is None else self._sampled(names, len(inputs)),
-            probed=0 if block is None else min(PROBE_TOKENS, self.length) * sum(self._input_widths(within)),
+            probed=0 if block is None else min(PROBE_TOKENS, self.length) * sum(self._input_widths(list(within))),
             replaced_bytes=0 if block is None else self._block_after(index, self.steps[index][1], block),
         )

@@ -17,7 +17,6 @@ from compress.layers.linear import LINEARS, CompressedLinear, linears, replace_l
 from compress.layers.shared_input import SharedInput
 from compress.layers.transforms.rounding import InputRounding
 from compress.models.computation import reads_weight
-from compress.models.structure.blocks import find_blocks
 from compress.models.structure.ends import find_ends, replace_end
 from compress.native.library import available, library
 from compress.native.pages import PAGES
@@ -90,29 +89,32 @@ def round_activations(model: PreTrainedModel, name: str) -> None:
 
 def packed_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of the quantized weights of linears; kernels make a copy of about this size."""
-    layers = [layer for layer in linears(model).values() if isinstance(layer, CompressedLinear) and layer.quantized]
-    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors().values())
+    return sum(tensor.nbytes for layer in _packed(model) for tensor in layer.tensors().values())
+
+
+def _packed(model: PreTrainedModel) -> list[CompressedLinear]:
+    """Return the quantized linears of a model."""
+    return [layer for layer in linears(model).values() if isinstance(layer, CompressedLinear) and layer.quantized]
 
 
 @contextmanager
 def copies_within(model: PreTrainedModel, limit_bytes: int) -> Iterator[None]:
     """Keep the copies that kernels make of packed weights only if all of them stay within a limit.
 
-    Otherwise the copies of a block are dropped after each of its forward passes, and made again for the next one. The
-    results are the same.
+    Otherwise the copy of a layer is dropped after each of its forward passes, and made again for the next one. Layers
+    of a module that share an input (`share_inputs`) have theirs at once. The results are the same.
     """
 
-    def forget(block: nn.Module, *_: Any) -> None:
-        for module in block.modules():
-            if isinstance(module, CompressedLinear):
-                for part in module.all_parts:
-                    part.forget_prepared()
+    def forget(layer: nn.Module, *_: Any) -> None:
+        assert isinstance(layer, CompressedLinear)
+        for part in layer.all_parts:
+            part.forget_prepared()
 
     with ExitStack() as stack:
         if packed_bytes(model) > limit_bytes:
-            for block in find_blocks(model):
-                forget(block.module)
-                stack.callback(block.module.register_forward_hook(forget).remove)
+            for layer in _packed(model):
+                forget(layer)
+                stack.callback(layer.register_forward_hook(forget).remove)
         yield
 
 

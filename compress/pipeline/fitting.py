@@ -166,6 +166,12 @@ def _stores(footprint: Footprint) -> list[int]:
     return [*limits, 0]
 
 
+def _copies(footprint: Footprint) -> list[int]:
+    """Return limits of the copies of packed weights: that of the footprint, then none that outlives its layer."""
+    holds_all = 0 < footprint.copied_bytes <= footprint.copies_bytes
+    return [footprint.copies_bytes, 0] if holds_all else [footprint.copies_bytes]
+
+
 def _groups(footprint: Footprint) -> list[int | None]:
     """Return numbers of inputs whose statistics are in memory at once: the footprint's, then halves down to one."""
     counts: list[int | None] = [footprint.inputs_at_once]
@@ -177,29 +183,30 @@ def _groups(footprint: Footprint) -> list[int | None]:
 
 
 def _least(footprint: Footprint) -> Footprint:
-    """Return the footprint with the smallest stores and groups of inputs, that holds nothing that can be recomputed.
+    """Return the footprint with the smallest stores, groups and copies, that holds nothing that can be recomputed.
 
     Weights are in files if they can be.
     """
     changed: dict[str, Any] = {"store_bytes": _stores(footprint)[-1], "inputs_at_once": _groups(footprint)[-1]}
-    changed["pages_weights"] = footprint.can_page
+    changed |= {"pages_weights": footprint.can_page, "copies_bytes": 0}
     return replace(footprint, **changed, recomputes=bool(footprint.recomputing_steps()))
 
 
 def _largest_fit(footprint: Footprint, limit: int) -> Fit | None:
     """Return the run with the largest group of inputs, then the largest stores, within a limit; None if none fits.
 
-    A smaller store costs only files, so stores shrink first, then weights go to files. Recomputing costs about one more
-    forward pass through each block, a smaller group one or more for each group.
+    A smaller store costs only files, so stores shrink first, then weights go to files, then kernels copy packed weights
+    again in each forward pass of the evaluation. Recomputing costs about one more forward pass through each block, a
+    smaller group one or more for each group.
     """
     # statistics that are all in memory are freed as layers are compressed, so all of them may need less than some
     if not _fits(_least(footprint), limit) and not _fits(footprint, limit):
         return None
     can_recompute = (False, True) if footprint.recomputing_steps() else (False,)
     can_page = (False, True) if footprint.can_page else (False,)
-    settings = product(_groups(footprint), can_recompute, can_page, _stores(footprint))
-    for count, recomputes, pages, store in settings:
-        changed = {"inputs_at_once": count, "recomputes": recomputes, "pages_weights": pages}
+    settings = product(_groups(footprint), can_recompute, _copies(footprint), can_page, _stores(footprint))
+    for count, recomputes, copies, pages, store in settings:
+        changed = {"inputs_at_once": count, "recomputes": recomputes, "pages_weights": pages, "copies_bytes": copies}
         fit = unlimited(replace(footprint, store_bytes=store, **changed))
         if fit.peak_bytes <= limit:
             return fit
@@ -237,7 +244,7 @@ def _notes(fit: Fit, footprint: Footprint, recipe_batch: int, memory_bytes: int)
                     f"{groups} groups, each with its own forward passes; the codes do not change"
                 )
     if footprint.copied_bytes > fit.copies_bytes:
-        yield f"{limit}, kernels copy the weights of a block again in each of its forward passes of the evaluation"
+        yield f"{limit}, kernels copy the weights of a layer again in each of its forward passes of the evaluation"
     if fit.batch < recipe_batch:
         yield (
             f"{limit}, calibration.batch is {fit.batch} instead of {recipe_batch}: the same sums are added in another "

@@ -9,7 +9,8 @@ weights.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,13 +31,14 @@ from compress.models.paged import portion_bytes
 from compress.models.reshape.experts import experts_per_token
 from compress.models.structure.blocks import Block
 from compress.models.structure.ends import find_ends
+from compress.numerics.metrics import rows_of_chunk
 from compress.numerics.quant.codes import groups_in
 from compress.passes.contract.memory import STORE_BYTES, ProblemSize
 from compress.passes.contract.passes import LayerPass, ModelPass, Pass, calibrates, measured_tokens
 from compress.passes.contract.samples import Sample
 from compress.pipeline.resolve import ResolvedRecipe
 from compress.pipeline.sources import maps_ends
-from compress.pipeline.texts import texts_of
+from compress.pipeline.texts import PROBE_TOKENS, texts_of
 from compress.recipe.tables import megabytes
 from compress.train.options import TrainingOptions
 
@@ -45,6 +47,7 @@ from compress.train.options import TrainingOptions
 # the widest input of a linear: the tensors that it is computed from (gate, up and activation).
 NARROW, WIDE = 3, 3
 WAITING = 2  # with the hidden width, while a batch waits at an input: the residual and the output of a norm
+LOSS, BASE_LOSS = 1, 3  # copies of a chunk of logits: log-probabilities; also chances, and those without the top ones
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
@@ -91,7 +94,7 @@ class Footprint:
     """The estimate for a recipe on a model.
 
     store_bytes: the memory limit of an activation store. copies_bytes: the most memory that the kernels' copies of
-    packed weights may take; where all take more, the evaluation holds those of one block. inputs_at_once: the most
+    packed weights may take; where all take more, the evaluation holds those of one module. inputs_at_once: the most
     input tensors of a block whose statistics are in memory at once; None: those of all layers. recomputes: whether
     activations inside of a block are computed again instead of stored (`recomputed`). unbuilt_linears: linears of the
     blocks that are not there because equal ones stand for them. pages_weights: whether weights of a block that are no
@@ -188,7 +191,13 @@ class Footprint:
         rows = {"examples": self.listed_bytes} if self.listed_bytes else {}
         rows["modules of linears"] = (len(self.opened.linear_names()) + self.unbuilt_linears) * LINEAR_BYTES
         always, whole_ends = rows | {outside: self.held(self._unmapped())}, rows | {outside: self.held(self.outside)}
-        evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
+        copies = self._copies()
+        evaluated = {
+            "logits of a text": self._logits_bytes(),
+            "temporaries of the loss": self._loss_bytes(copies),
+            "a forward pass": self.forward_bytes(self._scored),
+            "weights in the layout of kernels": copies,
+        }
         needs = [Need(EVALUATION, whole_ends | evaluated), Need(TEXTS, whole_ends | {"the text": self._text_bytes()})]
         if self.opened.dequantized_bytes and self.resolved.format.file is None:
             needs.append(Need(COPIED, whole_ends | {"dequantized weights": self.opened.dequantized_bytes}))
@@ -275,29 +284,44 @@ class Footprint:
         scheme = self.before(count, name)
         return scheme.size_bytes(self.opened.dtype) if scheme.quantized else rows * width * self.itemsize
 
-    def _evaluation_bytes(self) -> int:
-        """Return the bytes during the evaluation: the logits of one text."""
+    def _logits_bytes(self) -> int:
+        """Return the bytes of the logits of one text of the evaluation."""
+        return self._scored * self.vocabulary * self.itemsize
+
+    @property
+    def _scored(self) -> int:
+        """The tokens of one text of the evaluation."""
         settings = self.recipe.eval
-        length = extent(self.texts[0], "test", None, settings.length)[1] if settings is not None and self.texts else 0
-        return length * self.vocabulary * self.itemsize
+        return extent(self.texts[0], "test", None, settings.length)[1] if settings is not None and self.texts else 0
+
+    def _loss_bytes(self, copies: int) -> int:
+        """Return the bytes of the temporaries of a loss, which is computed in chunks of the logits, in float32.
+
+        The base model has more of them, but no copies of packed weights.
+        """
+        chunk = 4 * min(self._scored, rows_of_chunk(max(1, self.vocabulary))) * self.vocabulary
+        cast = chunk if self.itemsize < 4 else 0
+        return cast + max(LOSS * chunk, BASE_LOSS * chunk - copies)
 
     def _copies(self) -> int:
         """Bytes of the copies of packed weights that kernels hold during the evaluation of the checkpoint."""
-        return self.copied_bytes if self.copied_bytes <= self.copies_bytes else max(self._packed_blocks())
+        return self.copied_bytes if self.copied_bytes <= self.copies_bytes else max(self._packed_modules().values())
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of the copies of all packed weights that kernels make during the evaluation."""
-        return sum(self._packed_blocks()) if self.recipe.eval is not None and self.opened.device.type == "cpu" else 0
+        is_copied = self.recipe.eval is not None and self.opened.device.type == "cpu"
+        return sum(self._packed_modules().values()) if is_copied else 0
 
-    def _packed_blocks(self) -> list[int]:
-        """Bytes of the quantized linears of each block at the end of the recipe."""
-        return [self._packed_bytes(block) for block in self.opened.blocks]
-
-    def _packed_bytes(self, block: Block) -> int:
-        """Bytes of the quantized linears of a block at the end of the recipe."""
-        schemes = [self.before(len(self.steps), name) for name in self.shapes if self._inside(block, name)]
-        return sum(scheme.size_bytes(self.opened.dtype) for scheme in schemes if scheme.quantized)
+    def _packed_modules(self) -> dict[str, int]:
+        """Bytes of the quantized linears of each module at the end of the recipe; they may be computed together."""
+        sizes: dict[str, int] = {}
+        for block in self.opened.blocks:
+            for name in (name for name in self.shapes if self._inside(block, name)):
+                scheme, module = self.before(len(self.steps), name), name.rpartition(".")[0]
+                size = scheme.size_bytes(self.opened.dtype) if scheme.quantized else 0
+                sizes[module] = sizes.get(module, 0) + size
+        return sizes
 
     @property
     def texts(self) -> tuple[TextSource | str, ...]:
@@ -345,16 +369,28 @@ class Footprint:
 
     def _encoded(self, block: Block) -> int:
         """Return the bytes of the tensors of a block in their stored form that are not those of the block itself."""
-        count = len(self.steps)
-        cast = self.resolved.storage.itemsize != self.itemsize
-        size = 0
+        storage, size = self.resolved.storage, 0
         for name, (rows, width) in self.shapes.items():
             if self._inside(block, name):
-                if self.before(count, name).quantized:
-                    size += self._compressed_bytes(count, name)
-                elif cast:
-                    size += rows * width * self.resolved.storage.itemsize
+                scheme = self.before(len(self.steps), name)
+                if scheme.quantized:
+                    size += self._encoded_codes(scheme)
+                elif storage.itemsize != self.itemsize:
+                    size += rows * width * storage.itemsize
         return size
+
+    def _encoded_codes(self, scheme: LayerScheme) -> int:
+        """Return the bytes of the stored tensors of a quantized linear that are no views of its own tensors.
+
+        A view has the shape of one of them and as many bytes per number.
+        """
+        format_, storage = self.resolved.format, self.resolved.storage
+        adapted = format_.adapt(scheme)
+        if adapted is None or adapted.plain:
+            return format_.size_bytes(scheme, storage)
+        own = Counter((spec.shape, spec.size_bytes(storage)) for spec in adapted.tensors().values())
+        stored = Counter((spec.shape, spec.size_bytes(storage)) for spec in format_.tensors(adapted).values())
+        return sum(size * count for (_, size), count in (stored - own).items())
 
     def _block_after(self, index: int, step: Pass, block: Block) -> int:
         """Return the most bytes of the linears of a block during step `index`, after which they are compressed.
@@ -430,13 +466,17 @@ class Footprint:
         return observed, size + self._sample_bytes(names, len(observed))
 
     def _sample_bytes(self, names: Sequence[str], count: int) -> int:
-        """Return the bytes of the sampled rows of the widest inputs; experts sample at most the rows that they get."""
+        """Return the bytes of the sampled rows of the widest inputs."""
+        return self.itemsize * self._sampled(names, count)
+
+    def _sampled(self, names: Sequence[str], count: int) -> int:
+        """Return the numbers of the sampled rows of the widest inputs; experts sample no more rows than they get."""
         inputs = sorted((width, module in self._experts) for module, width in self._inputs(names))[-count:]
         batches = -(-self.sequences // self.batch)
         size = 0
         for width, is_expert in set(inputs):
-            every = inputs.count((width, is_expert)) * Sample.memory_bytes(width, self.itemsize, batches)
-            routed = self._routed_rows * width * self.itemsize if is_expert and self._routed_rows else every
+            every = inputs.count((width, is_expert)) * Sample.memory_bytes(width, 1, batches)
+            routed = self._routed_rows * width if is_expert and self._routed_rows else every
             size += min(every, routed)
         return size
 
@@ -445,9 +485,9 @@ class Footprint:
         """The full names of the modules of experts."""
         return frozenset(f"{block.name}.{name}" for block in self.opened.blocks for name in in_experts(block.module))
 
-    @property
-    def _routed_rows(self) -> int | None:
-        """The rows that all experts of a block get together; None if it is not known."""
+    @cached_property
+    def _chosen(self) -> int | None:
+        """The experts that get a token; None if it is not known, or if all do."""
         model = self.opened.model
         if self.recipe.calibration.experts == "all":
             return None
@@ -456,8 +496,23 @@ class Footprint:
                 CHOSEN[model] = experts_per_token(model)
             except CannotRun:
                 CHOSEN[model] = None
-        per_token = CHOSEN[model]
-        return None if per_token is None else self.tokens * per_token
+        return CHOSEN[model]
+
+    @property
+    def _routed_rows(self) -> int | None:
+        """The rows that all experts of a block get together; None if it is not known."""
+        return None if self._chosen is None else self.tokens * self._chosen
+
+    def _passed(self, names: Collection[str]) -> int:
+        """Return the inputs and outputs of linears for one token; of experts those of as many as get the token."""
+        sets = Counter(expert.rpartition(".")[0] for expert in self._experts)
+        numbers = 0.0
+        for name in names:
+            expert = name.rpartition(".")[0]
+            is_routed = expert in self._experts and self._chosen is not None
+            share = min(1.0, (self._chosen or 0) / sets[expert.rpartition(".")[0]]) if is_routed else 1.0
+            numbers += share * sum(self.shapes[name])
+        return round(numbers)
 
     def _exchanged_bytes(self, index: int, step: Pass, names: Sequence[str]) -> int:
         """Return the bytes of statistics that are freed before the last layers that they are of are compressed.
@@ -578,7 +633,7 @@ class Footprint:
             weights,
             scales,
             sum(t.numel() for t in dense),
-            sum(rows + width for rows, width in within.values()),
+            self._passed(within),
             self.vocabulary if block is None else 0,
             self.length if block is None else self._per_batch(block),
             self.itemsize,
@@ -590,4 +645,7 @@ class Footprint:
             min(self.states_bytes, self.store_bytes) if block is None else self._states_bytes(block),
             len(self.opened.blocks) * self.hidden if block is None else 0,
             hidden=self.hidden,
+            sampled=0 if block is None else self._sampled(names, len(inputs)),
+            probed=0 if block is None else min(PROBE_TOKENS, self.length) * sum(self._input_widths(list(within))),
+            replaced_bytes=0 if block is None else self._block_after(index, self.steps[index][1], block),
         )

@@ -24,8 +24,9 @@ With --planned, the recipes of PLANNED (all, or those that are named) instead, a
 
 measured_mb: the peak of the whole run on top of what the process holds when it has run the same passes on a far smaller
 model, so that libraries and all that they import late are apart. The allocator of glibc keeps large pieces of what was
-freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), since plans are of tensors. With
---allocator default it does as it always does. --experts: mixtures of so many experts, half as wide as the hidden states,
+freed, up to as much again, and MKL keeps a buffer of some MB for each shape of products; --planned asks them not to
+(MALLOC_MMAP_THRESHOLD_, MKL_DISABLE_FAST_MM), since plans are of tensors. With --allocator default they do as they
+always do. --experts: mixtures of so many experts, half as wide as the hidden states,
 8 of them for each token. --ffn, --kv-heads, --head-dim: other proportions of the blocks. --memory: the option of
 `compress run`.
 
@@ -169,7 +170,7 @@ def against_plans(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     environment = dict(os.environ)
     if arguments.allocator == "exact":
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+        environment |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MKL_DISABLE_FAST_MM": "1"}
     options = ["--planned", "--dtype", arguments.dtype]
     options += ["--memory", arguments.memory] if arguments.memory else []
     options += ["--processes", str(arguments.processes)]

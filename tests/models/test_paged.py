@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import compress
-from compress import GPTQ, RTN, Calibration, SmoothQuant, Wanda
+from compress import GPTQ, RTN, Calibration, Evaluate, SmoothQuant, Wanda
 from compress.errors import SaveError, ShortageError
 from compress.models import paged as paging
 from compress.models.paged import LEAST_BYTES, hold_in_file, paged
@@ -141,12 +141,18 @@ def test_weights_in_files_change_no_byte(chain, dtype, small_portions, ids, tiny
     assert digests[True] == digests[False]
 
 
-def test_a_limit_moves_the_weights_of_a_block_to_files(small_portions, ids, recipe, tmp_path):
+@pytest.fixture
+def mixture(tmp_path):
+    """The folder of a model of one block with 32 experts, in float32."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 32}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     config = Qwen3MoeConfig(**sizes, **heads, num_experts=32, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    asked = recipe(Wanda(repair=0), model=tmp_path / "model", calibration=ids(1), **OPTIONS)
+    return tmp_path / "model"
+
+
+def test_a_limit_moves_the_weights_of_a_block_to_files(small_portions, ids, mixture, recipe, tmp_path):
+    asked = recipe(Wanda(repair=0), model=mixture, calibration=ids(1), **OPTIONS)
     block = 4 * 32 * 3 * 64 * 64  # of the experts, in float32; other parts need less
     free = compress.plan(asked)
     assert free.memory_bytes > block and not free.fit.pages_weights
@@ -159,3 +165,21 @@ def test_a_limit_moves_the_weights_of_a_block_to_files(small_portions, ids, reci
     compress.run(asked, tmp_path / "free"), compress.run(asked, tmp_path / "limited", memory=limit)
     digests = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("free", "limited")]
     assert digests[0] == digests[1]
+
+
+def test_a_packed_block_that_is_larger_than_the_limit_is_evaluated(small_portions, ids, mixture, recipe, tmp_path):
+    """Kernels copy the packed weights layer by layer then."""
+    scored = Evaluate(perplexity=(str(tmp_path / "ids.npy"),), agreement=(), windows=2, length=32)
+    asked = recipe(
+        RTN(weights="int8", group_size=32), model=mixture, calibration=ids(1), eval=scored, save={"verify": "own"}
+    )
+    (evaluation,) = [need for need in compress.plan(asked).fit.needs if need.where == "evaluation"]
+    copies = evaluation.parts["weights in the layout of kernels"]
+    assert copies > 32 * 3 * 64 * 64
+    limit = LIBRARIES_BYTES + evaluation.size_bytes - copies // 2
+    limited = compress.plan(asked, memory=limit)
+    assert limited.fit.copies_bytes < copies and limited.fit.pages_weights
+    free, small = compress.run(asked, tmp_path / "free"), compress.run(asked, tmp_path / "small", memory=limit)
+    assert (tmp_path / "free" / "SHA256SUMS").read_text() == (tmp_path / "small" / "SHA256SUMS").read_text()
+    scores = [result.report["perplexity"][0]["compressed"]["perplexity"] for result in (free, small)]
+    assert scores[0] == scores[1]

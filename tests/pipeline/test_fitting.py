@@ -228,14 +228,17 @@ def test_the_teacher_of_a_pass_over_the_whole_model_is_no_second_model(long):
     }
 
 
-def test_copies_of_packed_weights_that_are_too_large_are_made_block_by_block(long):
+def test_copies_of_packed_weights_that_are_too_large_are_made_layer_by_layer(long):
     asked = long(RTN(weights="int8", group_size=32), eval=Evaluate(perplexity=("embedded",), windows=2, length=16))
     free = compress.plan(asked, memory="8GB")
     copies = free.fit.needs[0].parts["weights in the layout of kernels"]
     limited = compress.plan(asked, memory=LIBRARIES_BYTES + 4 * copies - 4)
     assert limited.fit.copies_bytes == copies - 1 < free.fit.copies_bytes
-    assert limited.fit.needs[0].parts["weights in the layout of kernels"] == copies // 3
-    assert any("kernels copy the weights of a block again" in note for note in limited.notes)
+    # layers of one module may be computed together; keys and values have half as many channels as queries
+    feed_forward, block = 3 * 128 * 288, 3 * 128 * 128 + 3 * 128 * 288
+    largest = limited.fit.needs[0].parts["weights in the layout of kernels"]
+    assert largest == copies * feed_forward // (3 * block)
+    assert any("kernels copy the weights of a layer again" in note for note in limited.notes)
     assert not any("kernels copy" in note for note in free.notes)
 
 

@@ -5,13 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import compress
-from compress import AWQ, GPTQ, LKD, RTN, Calibration, Evaluate, Finetune, SignRound, Wanda
+from compress import AWQ, GPTQ, LKD, RTN, Calibration, Evaluate, Finetune, SignRound, SmoothQuant, Wanda
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.save import outside_state
 from compress.layers.scheme import LayerScheme
 from compress.numerics.linalg import Regularization
+from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency
 from compress.passes.contract.samples import Rows, Sample
 from compress.passes.quantize.awq import Moments
@@ -182,6 +184,73 @@ def test_weights_that_are_stored_narrower_are_copies(footprint):
         0,
         sum(t.nbytes for t in found.outside.values()),
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "new"),
+    [
+        ({}, 7 * 16),  # int4 is stored in the words of the layers, with the shape of each weight in two numbers
+        ({"weights": "int8", "group_size": "channel", "activations": "int8"}, 3 * 128 * 128 + 3 * 128 * 288),
+    ],
+)
+def test_the_stored_form_of_a_block_is_counted_where_it_is_no_view(options, new, recipe):
+    needs = plan(recipe(RTN(**options), calibration=TEXT)).fit.needs
+    assert [need.parts["its stored form"] for need in needs if need.where.startswith("writing")] == [new]
+
+
+EXPERTS, CHOSEN, WIDTH = 32, 2, 64
+MIXTURE_TOKENS = 4 * 32  # in batches of two sequences
+
+
+@pytest.fixture
+def mixture(recipe, tmp_path):
+    """mixture(pass, *later passes, **calibration): the parts of a pass in the only block of a mixture, where everything is 64 wide."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH, "vocab_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(32, size=(4, 32)))
+
+    def parts(step, *later, **options):
+        text = Calibration(source=str(tmp_path / "ids.npy"), sequences=None, length=None, batch=2, **options)
+        asked = recipe(step, *later, model=tmp_path / "model", calibration=text, eval=None, save={"verify": "own"})
+        needs = {need.where: need.parts for need in plan(asked).fit.needs}
+        return needs[f"passes[0] {step.key()} on model.layers.0"]
+
+    return parts
+
+
+def test_inputs_of_experts_are_sampled_from_the_tokens_that_they_get(mixture):
+    rows = 2 * 64 + CHOSEN * MIXTURE_TOKENS  # of attention in two batches; of all experts together
+    statistics = 4 * WIDTH * (1 + EXPERTS)  # the largest magnitudes
+    solution = 4 * 4 * WIDTH**2  # more than what the probe needs beyond the weights that are replaced later
+    expected = statistics + 4 * rows * WIDTH + solution
+    assert mixture(SmoothQuant(), RTN())["the pass"] == expected
+    searched = mixture(SmoothQuant(alpha="search"), RTN())["the pass"]
+    assert searched == expected + 4 * rows * WIDTH  # the observer samples in float32 as well
+
+
+def test_links_are_searched_before_linears_are_replaced():
+    size = ProblemSize(10, 0, 0, 0, 0, 0, itemsize=2, probed=100, forward_bytes=50)
+    links = 4 * 10 + 3 * 4 * 100  # a copy in float32, and the inputs of three forward passes
+    assert size.beginning_bytes == links
+    assert replace(size, replaced_bytes=200).beginning_bytes == links - 200
+    assert replace(size, replaced_bytes=5000).beginning_bytes == 0
+    assert replace(size, itemsize=4, probed=1).beginning_bytes == 50
+
+
+def test_gradients_of_experts_pass_only_the_tokens_that_they_get(mixture):
+    routed, every = (mixture(SignRound(), experts=name)["the pass"] for name in ("routed", "all"))
+    in_and_out = 3 * 2 * WIDTH  # of an expert, per token
+    assert every - routed == 4 * 2 * 32 * (EXPERTS - CHOSEN) * in_and_out
+
+
+def test_losses_are_computed_in_chunks_beside_the_logits(footprint):
+    scored = Evaluate(perplexity=("embedded",), windows=2, length=16)
+    (need,) = [need for need in footprint(RTN(), eval=scored).needs() if need.where == "evaluation"]
+    logits = 4 * 16 * 1024  # fewer than a chunk
+    assert need.parts["logits of a text"] == logits
+    assert need.parts["temporaries of the loss"] == 3 * logits  # the base model, whose weights are not packed
 
 
 def tensor_bytes(value) -> int:

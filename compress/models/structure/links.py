@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compress.layers.linear import CompressedLinear, linears
 from compress.models.experts import Expert, exercised, in_experts
@@ -26,6 +27,8 @@ from compress.numerics.metrics import relative_error
 FOLD_TOLERANCE = 1e-5  # relative, float32: true folds are exact to 1e-6, wrong ones are off by more than 1e-2
 
 Kind = Literal["norm", "linear"]
+Identity = tuple[int, ...]
+"""The identity of a tensor: storage, offset, last dimension and number of elements."""
 
 
 @dataclass(frozen=True)
@@ -73,46 +76,45 @@ class Link:
 def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
     """Find the groups of a block, in the order of execution.
 
-    A linear that did not run is a group by itself, at the end.
+    A linear that did not run is a group by itself, at the end. No input outlives its use in the block.
     """
-    inputs: dict[str, Tensor] = {}  # kept alive, so that no storage is reused
-    outputs: dict[str, Tensor] = {}
+    inputs: dict[str, Identity] = {}
+    outputs: dict[str, Identity] = {}
+    storages: list[StorageWeakRef] = []  # the identity of a storage is not reused while a weak reference exists
+
+    def identity(tensor: Tensor) -> Identity:
+        storages.append(StorageWeakRef(tensor.untyped_storage()))
+        return storages[-1].cdata, tensor.storage_offset(), *tensor.shape[-1:], tensor.numel()
+
+    def reader(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if name not in inputs:
+                inputs[name] = identity(args[0])
+
+        return hook
+
+    def writer(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+            if isinstance(output, Tensor):
+                outputs[name] = identity(output)
+
+        return hook
+
     names = linears(block)
-    handles = [module.register_forward_pre_hook(_reader(inputs, name)) for name, module in names.items()]
-    handles += [module.register_forward_hook(_writer(outputs, name)) for name, module in norms_of(block).items()]
+    handles = [module.register_forward_pre_hook(reader(name)) for name, module in names.items()]
+    handles += [module.register_forward_hook(writer(name)) for name, module in norms_of(block).items()]
     try:
         with exercised(block):
             forward(block)
     finally:
         for handle in handles:
             handle.remove()
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, tensor in inputs.items():
-        groups.setdefault(_identity(tensor), []).append(name)
-    norms = {_identity(tensor): name for name, tensor in outputs.items()}
+    groups: dict[Identity, list[str]] = {}
+    for name, key in inputs.items():
+        groups.setdefault(key, []).append(name)
+    norms = {key: name for name, key in outputs.items()}
     groups_that_ran = [Group(tuple(members), norms.get(key)) for key, members in groups.items()]
     return groups_that_ran + [Group((name,), None) for name in names if name not in inputs]
-
-
-def _reader(inputs: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.setdefault(name, args[0])
-
-    return hook
-
-
-def _writer(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
-        if isinstance(output, Tensor):
-            outputs[name] = output
-
-    return hook
-
-
-def _identity(tensor: Tensor) -> tuple[int, ...]:
-    """Return the identity of a tensor: storage, offset, last dimension and number of elements."""
-    shape = (int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel())
-    return (tensor.untyped_storage()._cdata, *shape)  # data_ptr() is 0 for all tensors without data
 
 
 def find_links(block: nn.Module, forward: Forward, similar: Sequence[Link] = ()) -> list[Link]:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.layers.linear import LINEARS, CompressedLinear, linears
@@ -80,6 +81,7 @@ class Probe:
         self.readers, self.norms = readers_of(block), norms_of(block)
         self.linears = linears(block)
         self.base: dict[str, Tensor] = {}
+        self._last_copied: tuple[Tensor, int | None, Tensor] | None = None
         self.output = self.run()
         self.base = self.inputs
         self.ran = frozenset(self.base)
@@ -87,9 +89,11 @@ class Probe:
     def run(self, outputs: Mapping[str, Change] | None = None, inputs: Mapping[str, Change] | None = None) -> Tensor:
         """Run the block with changed outputs and inputs of some modules and return its output.
 
-        Afterwards `self.inputs` holds the input of every reader before its own change: [tokens, in].
+        Afterwards `self.inputs` holds the input of every reader before its own change: [tokens, in]. Readers that read
+        a tensor one after the other share its copy.
         """
         outputs, inputs = outputs or {}, inputs or {}
+        self._last_copied = None
         self.inputs: dict[str, Tensor] = {}
         with ExitStack() as stack:
             for name, module in self.readers.items():
@@ -101,16 +105,26 @@ class Probe:
             for name, change in outputs.items():
                 handle = self.block.get_submodule(name).register_forward_hook(_changed(change))
                 stack.callback(handle.remove)
-            return self._forward(self.block)
+            output = self._forward(self.block)
+        self._last_copied = None
+        return output
 
     def _record(self, name: str, change: Change | None) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
             rows = args[0].reshape(-1, args[0].shape[-1])
-            if rows.shape[0]:
-                self.inputs.setdefault(name, rows.clone())
+            if rows.shape[0] and name not in self.inputs:
+                self.inputs[name] = self._copied(args[0], rows)
             return None if change is None else (change(args[0]), *args[1:])
 
         return hook
+
+    def _copied(self, x: Tensor, rows: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens in"]:
+        """Return a copy of the rows of an input; the last one, if it is of the same, unchanged tensor."""
+        version = None if x.is_inference() else x._version
+        last = self._last_copied
+        if last is None or version is None or last[0] is not x or last[1] != version:
+            last = self._last_copied = x, version, rows.clone()
+        return last[2]
 
     def reached(self, names: Iterable[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (plain input, input in the last run) of each reader with the same number of tokens in both runs."""

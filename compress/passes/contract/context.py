@@ -24,7 +24,7 @@ from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes.contract.failures import named_failures
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.layers import no_codes
-from compress.passes.contract.memory import STORE_BYTES, PeakMemory, memory_of
+from compress.passes.contract.memory import STORE_BYTES, PeakMemory, memory_of, return_freed_memory
 from compress.passes.contract.processes import ALONE, Processes
 from compress.passes.contract.records import PhaseCost
 
@@ -113,7 +113,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time and the peak memory of the context to the phase `name`.
+        """Add the time and the peak memory of the context to the phase `name`, and return its freed memory.
 
         Raises:
             ShortageError or DeviceError: with the name, where the memory or the device fails.
@@ -124,6 +124,7 @@ class Run:
             try:
                 yield
             finally:
+                return_freed_memory()  # the next phase allocates tensors of other sizes
                 cost.seconds += perf_counter() - begin
         cost.peak_bytes = max(cost.peak_bytes, memory.peak_bytes)
         cost.device_bytes = max(cost.device_bytes, memory.device_bytes)

@@ -26,7 +26,7 @@ class ProblemSize:
         weights: number of weights in dense linears.
         scales: number of scales in quantized linears.
         outside: number of parameters outside of the blocks' linears.
-        passed: number of inputs and outputs of all linears, per token.
+        passed: number of inputs and outputs of all linears, per token; of experts those of the chosen ones.
         vocabulary: vocabulary size; 0 for a block.
         length: tokens of one example: of a calibration sequence, or of a batch for a block.
         itemsize: bytes per number of the dense model.
@@ -39,6 +39,9 @@ class ProblemSize:
             not in files.
         outputs: for the model, numbers of the outputs of all blocks, per token.
         hidden: channels of the hidden states between blocks.
+        sampled: for a block, numbers of the rows that are sampled from its inputs while they are observed.
+        probed: for a block, numbers of the inputs of all its linears in a forward pass of the probe.
+        replaced_bytes: for a block, bytes of the linears that the pass leaves, which are not there while it observes.
         shape: (out, in) of the linear; only `weights`, `itemsize` and `shape` are set for one.
     """
 
@@ -58,6 +61,22 @@ class ProblemSize:
     outputs: int = 0
     shape: tuple[int, int] = (0, 0)
     hidden: int = 0
+    sampled: int = 0
+    probed: int = 0
+    replaced_bytes: int = 0
+
+    @property
+    def links_bytes(self) -> int:
+        """Bytes of the search for links: a block in float32, with the inputs of three forward passes of the probe.
+
+        A run with changed channels (`channel_probes`) is compared with another one, beside those of the plain run.
+        """
+        return self.cast_bytes + 3 * 4 * self.probed
+
+    @property
+    def beginning_bytes(self) -> int:
+        """Bytes of a forward pass or of the search for links, beyond those of the linears that are replaced later."""
+        return max(0, max(self.forward_bytes, self.links_bytes) - self.replaced_bytes)
 
     @property
     def cast_bytes(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compress.errors import NumericError, TargetError
 from compress.numerics.linalg import Regularization, damped_, inverse_factor, shrink_
 from compress.passes.contract.facts import Log
+from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.processes import Processes
 from compress.roofline.work import Work
 
@@ -63,6 +64,16 @@ class Observer(ABC):
     @abstractmethod
     def memory_bytes(cls, width: int) -> int:
         """Memory of the observer, with its cached results, for inputs of this width."""
+
+    @classmethod
+    def block_bytes(cls, size: ProblemSize) -> int:
+        """Return the memory of the observers of all inputs of a block, and of the rows sampled with them.
+
+        One of them at a time has cached results.
+        """
+        cached = [cls.cached_bytes(width) for width in size.inputs]
+        statistics = sum(map(cls.memory_bytes, size.inputs)) - sum(cached) + max(cached, default=0)
+        return statistics + size.itemsize * size.sampled
 
     @classmethod
     def cached_bytes(cls, width: int) -> int:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from compress.passes.contract.memory import ProblemSize
 from compress.passes.contract.observers import InputAbsMax
 from compress.passes.contract.processes import Processes
 
@@ -74,6 +75,10 @@ class Rows(InputAbsMax):
     @classmethod
     def memory_bytes(cls, width: int) -> int:
         return super().memory_bytes(width) + Sample.memory_bytes(width, 4)
+
+    @classmethod
+    def block_bytes(cls, size: ProblemSize) -> int:
+        return InputAbsMax.block_bytes(size) + 4 * size.sampled
 
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:

@@ -18,10 +18,9 @@ from compress.layers.transforms.scale import ScaleScheme
 from compress.models.structure.links import Group, Link, fold
 from compress.passes.contract.facts import Effects, Fact, Log, Preparation
 from compress.passes.contract.layers import BlockInputs
-from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.memory import ProblemSize, return_freed_memory
 from compress.passes.contract.observers import InputAbsMax
-from compress.passes.contract.passes import BlockPass
-from compress.passes.contract.samples import Rows
+from compress.passes.contract.passes import COPIES, BlockPass
 
 SMALLEST = 1e-5  # SmoothQuant, reference code (smooth.py): scales and weight maxima are kept above this
 Equalize = Callable[[Tensor], Tensor]
@@ -104,7 +103,7 @@ class EqualizingPass(BlockPass):
         return InputAbsMax
 
     def memory(self, size: ProblemSize) -> int:
-        return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
+        return self.statistics.block_bytes(size) + max(COPIES * 4 * size.largest, size.beginning_bytes)
 
     def effects(self, layer: LayerScheme) -> Effects:
         transforms = (ScaleScheme(),) if self.unlinked == "scale" else ()
@@ -131,6 +130,7 @@ class EqualizingPass(BlockPass):
             self._equalize(
                 Readers(block, link.readers, {group: statistics[group] for group in groups}, link, inputs, log)
             )
+            return_freed_memory()  # of the weights before the scale
 
     def _equalize(self, readers: Readers) -> None:
         if any(observer.tokens for observer in readers.statistics.values()):

@@ -102,11 +102,12 @@ class LearnedRoundingPass(BlockQuantizing):
         statistics = inputs.observe(Gram)
         starts: dict[str, RoundingStart] = {}
         for group in inputs.groups:
+            gram_of_group = statistics.pop(group)  # its cached factor ends with it
             names = [name for name in group.linears if name in inputs.names]
             weights = {name: CompressedLinear.of(block.get_submodule(name)).weight.float() for name in names}
             shared_absmax = max(float(weight.abs().max()) for weight in weights.values())
             for name, weight in weights.items():
-                gram = statistics[group] if self.start == "gptq" and statistics[group].tokens else None
+                gram = gram_of_group if self.start == "gptq" and gram_of_group.tokens else None
                 if self.start == "gptq" and gram is None:
                     log(
                         "fallback",

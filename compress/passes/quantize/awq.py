@@ -78,7 +78,8 @@ class AWQ(WeightGrid, BlockPass):
         widest = max(size.inputs, default=0)
         rows = COPIES * 4 * min(size.largest, CHUNK)
         means = 2 * 4 * sum(size.inputs)  # and the divisors
-        return means + sum(map(Moments.memory_bytes, size.observed)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
+        solving = max(size.forward_bytes, 2 * 4 * widest**2 + rows, size.beginning_bytes)
+        return means + sum(map(Moments.memory_bytes, size.observed)) + solving
 
     @property
     def requires(self) -> Requirements:

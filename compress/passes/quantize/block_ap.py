@@ -66,7 +66,7 @@ class BlockAP(LearnedRoundingPass, ReconstructionPass):
 
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, start and training, plus starting weights, a copy of the block and targets."""
-        statistics, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
+        statistics, width = Gram.block_bytes(size), max(size.inputs, default=1)
         start = statistics + rounding_bytes(size.largest // width, width)
         copies = 2 * 4 * size.weights + size.states_bytes * (self.error == "symmetric")
         return copies + max(statistics + size.forward_bytes, start, TrainingOptions.memory(self, size))

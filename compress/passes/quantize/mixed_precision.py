@@ -61,7 +61,7 @@ class MixedPrecision(BlockPass):
             raise ValueError("threshold and fraction exclude each other; leave one of them out")
 
     def memory(self, size: ProblemSize) -> int:
-        return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
+        return super().memory(size) + Rows.block_bytes(size)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         layers, ratios, together = {}, {}, {}

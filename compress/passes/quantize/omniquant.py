@@ -138,12 +138,13 @@ class OmniQuant(BlockQuantizing):
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, rounding and learning, plus the weights in float32 and the target outputs."""
         width = max(size.inputs, default=1)
-        statistics = sum(map(UnitGram.memory_bytes, size.inputs)) if self.finish == "gptq" else 0
+        statistics = UnitGram.block_bytes(size) if self.finish == "gptq" else 0
         group = self.group_size if isinstance(self.group_size, int) else width
         learn = clipping_bytes(size.weights, size.weights // group) + 2 * 4 * size.length * size.passed
         targets = size.states_bytes if self.error == "symmetric" else 0
+        links = InputRange.block_bytes(size) + size.beginning_bytes
         sweep = statistics + rounding_bytes(size.largest // width, width)
-        return targets + 4 * size.weights + max(statistics + size.forward_bytes, sweep, learn)
+        return targets + 4 * size.weights + max(statistics + size.forward_bytes, sweep, learn, links)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         batch_numbers, roundings = range(inputs.batches), self.roundings(inputs)

@@ -92,7 +92,7 @@ class QLLM(WeightGrid, ReconstructionPass):
         return self.learning_rate
 
     def memory(self, size: ProblemSize) -> int:
-        statistics = sum(map(Rows.memory_bytes, size.inputs)) + max(size.forward_bytes, 6 * 4 * size.largest)
+        statistics = Rows.block_bytes(size) + max(size.forward_bytes, 6 * 4 * size.largest)
         return max(statistics, 2 * 4 * size.weights + TrainingOptions.memory(self, size)) if self.rank else statistics
 
     def effects(self, layer: LayerScheme) -> Effects:

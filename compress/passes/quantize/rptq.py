@@ -86,7 +86,7 @@ class RPTQ(BlockPass):
         return GRIDS[self.activations]
 
     def memory(self, size: ProblemSize) -> int:
-        return super().memory(size) + sum(map(InputRange.memory_bytes, size.inputs))
+        return super().memory(size) + InputRange.block_bytes(size)
 
     def effects(self, layer: LayerScheme) -> Effects:
         problem, width = None, layer.shape[1]

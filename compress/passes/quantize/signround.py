@@ -68,7 +68,7 @@ class SignRound(LearnedRoundingPass):
 
     def memory(self, size: ProblemSize) -> int:
         """Return the maximum over observation, start and learning, plus the target outputs."""
-        statistics, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
+        statistics, width = Gram.block_bytes(size), max(size.inputs, default=1)
         start = learned_bytes(size.weights, None) + statistics + rounding_bytes(size.largest // width, width)
         learn = learned_bytes(size.weights, 2 if self.optimizer == "adam" else 0) + 4 * size.length * size.passed
         targets = size.states_bytes if self.error == "symmetric" else 0

@@ -1,6 +1,7 @@
 """Groups and links are found in forward passes alone, and folds through links are exact, proved, or refused."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from compress.layers.linear import CompressedLinear, linears, replace_linear
 from compress.models.structure.links import FOLD_TOLERANCE, Group, Link, block_signature, find_groups, find_links, fold
+from compress.models.structure.probes import Probe, in_float32
 from compress.numerics.metrics import relative_error
 
 GATED = {
@@ -254,6 +256,41 @@ def test_a_norm_with_another_reader_is_no_link_and_a_fold_is_undone():
     done = fold(block, Link("norm", ("linear",), torch.arange(8), "norm"), torch.rand(8) + 1.5, lambda b: b(x))
     assert not done.is_kept
     assert all(torch.equal(tensor, old[name]) for name, tensor in block.state_dict().items())
+
+
+class Separate(nn.Module):
+    """Linears that read copies of the input; alive: weak references to the copies."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(count))
+        self.alive = []
+
+    def forward(self, x):
+        output = torch.zeros_like(x)
+        for linear in self.linears:
+            copied = x.clone()
+            self.alive.append(weakref.ref(copied))
+            output += linear(copied)
+            del copied
+        assert not any(reference() is not None for reference in self.alive)
+        return output
+
+
+def test_inputs_of_a_block_are_freed_while_its_groups_are_found():
+    block = Separate(16)
+    with torch.no_grad():
+        groups = find_groups(block, lambda b: b(torch.randn(1, 3, 8)))
+    assert [group.linears for group in groups] == [(f"linears.{i}",) for i in range(16)] and len(block.alive) == 16
+
+
+def test_readers_of_one_tensor_share_a_copy_of_it_in_a_probe(second_block):
+    block, forward = second_block("llama")
+    with in_float32(block) as proof:
+        inputs = Probe(proof, forward).base
+    queries, keys, output = (inputs[f"self_attn.{name}_proj"] for name in "qko")
+    assert queries is keys and queries is not output
+    assert inputs["mlp.gate_proj"] is inputs["mlp.up_proj"]
 
 
 @pytest.mark.parametrize(("unused", "count"), [(0, 1), (8, 0), (6, 1)])

@@ -345,7 +345,8 @@ class Checkpoint:
         self._divide(
             n for n, p in self.named.items() if n not in names_read and (p.path, p.key, p.member) not in matched
         )
-        self.notes += [] if stated_format is None else stated_format.left_out(self.named)
+        if stated_format is not None:
+            self.notes += stated_format.left_out(self.named, self.stated.quantization)
         return places
 
     def _divide(self, unread: Iterable[str]) -> None:

@@ -23,10 +23,9 @@ from compress.checkpoint.sources.gguf_contents import (
     complete_config,
     header_of,
 )
-from compress.checkpoint.sources.gguf_parts import digest_of_parts, merge, parts_of
+from compress.checkpoint.sources.gguf_parts import check_magic, digest_of_parts, merge, parts_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.narrow import record_narrow
-from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import ModelError
 from compress.models.child_process import run_function
 
@@ -68,9 +67,7 @@ def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
     """
     paths = parts_of(path)
     for part in paths:
-        with part.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"model: {part} is not a GGUF file (it does not begin with 'GGUF')")
+        check_magic(part)
     from huggingface_hub.constants import HF_HOME  # when it is needed, as users set it
 
     folder = Path(HF_HOME) / kind / digest_of_parts(paths)[:32]
@@ -108,7 +105,6 @@ def convert(path: Path, folder: Path) -> None:
     config = AutoConfig.from_pretrained(merged_file.parent, **from_file)
     replaced = complete_config(header, config)
     check_keys(header, config)
-    check_config(config.to_dict(), trust_remote_code=False)
     with torch.device("meta"), limited_modules(path, sum(part.stat().st_size for part in parts)):
         check_tensors(header, AutoModelForCausalLM.from_config(config), replaced)
     loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True, "config": config}

@@ -149,7 +149,10 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
         return {FREQUENCIES}
     unscaled, factor = dict(rope), round(float(divisors.max()), 4)
     stated = header.values.get(f"{name}.rope.scaling.original_context_length")
-    for positions in (*([] if stated is None else [int(stated)]), *(1 << exponent for exponent in range(20, 4, -1))):
+    for positions in (
+        *([stated] if isinstance(stated, int) else []),
+        *(1 << exponent for exponent in range(20, 4, -1)),
+    ):
         rope |= {**LLAMA3, "factor": factor, "original_max_position_embeddings": positions}
         factors = rope_factors(config).get(FREQUENCIES)
         if factors is not None and factors.shape == divisors.shape and torch.allclose(factors, divisors, rtol=1e-4):
@@ -160,11 +163,11 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
 
 
 def check_counts(header: GGUFHeader) -> None:
-    """Raise ModelError for counts of layers, heads or experts with which a configuration would take long to build."""
+    """Raise ModelError for counts of layers, heads or experts that are negative, or that take long to build."""
     for key, value in header.values.items():
-        if key.endswith("_count") and isinstance(value, int) and value > LARGEST_COUNT:
+        if key.endswith("_count") and isinstance(value, int) and not 0 <= value <= LARGEST_COUNT:
             raise ModelError(
-                f"model: {header.path}: its {key} is {value}, but it must be at most {LARGEST_COUNT}; fetch the file "
+                f"model: {header.path}: its {key} is {value}, but it must be from 0 to {LARGEST_COUNT}; fetch the file "
                 "again"
             )
 

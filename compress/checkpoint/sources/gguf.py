@@ -22,6 +22,7 @@ from compress.checkpoint.sources.gguf_contents import (
     check_tensors,
     complete_config,
     header_of,
+    isolate_digits,
 )
 from compress.checkpoint.sources.gguf_parts import check_magic, digest_of_parts, merge, parts_of
 from compress.checkpoint.sources.limits import limited_modules
@@ -29,7 +30,7 @@ from compress.checkpoint.sources.narrow import record_narrow
 from compress.errors import ModelError
 from compress.models.child_process import run_function
 
-CONVERTED = "compress/gguf-4"  # the number changes when the content of a folder does
+CONVERTED = "compress/gguf-5"  # the number changes when the content of a folder does
 
 REFUSED = f"\n{ModelError.__module__}.{ModelError.__qualname__}: "
 """What Python writes before the message of a ModelError that ends a process."""
@@ -119,6 +120,8 @@ def convert(path: Path, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(merged_file.parent, **from_file).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(merged_file.parent, **from_file)
+    isolate_digits(header, tokenizer)
+    tokenizer.save_pretrained(folder)
     if merged_file != path:
         merged_file.unlink()

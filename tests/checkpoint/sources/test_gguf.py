@@ -34,7 +34,7 @@ def files(pico, tmp_path_factory):
 def cache(monkeypatch, tmp_path):
     """The user's cache, empty."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "compress" / "gguf-4"
+    return tmp_path / "cache" / "compress" / "gguf-5"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_commands_at_the_same_time_convert_a_file_once(files, cache):
         (folder / "config.json").write_text("{}")
 
     with ThreadPoolExecutor(4) as threads:
-        folders = set(threads.map(lambda _: reading.made_once(files / "F32.gguf", "compress/gguf-4", make), range(4)))
+        folders = set(threads.map(lambda _: reading.made_once(files / "F32.gguf", "compress/gguf-5", make), range(4)))
     assert len(conversions) == 1 and len(folders) == 1
     assert [child.name for child in cached_models(cache)] == [folders.pop().name]
 
@@ -119,9 +119,9 @@ def test_a_converted_file_is_read_from_a_cache_that_cannot_be_written(files, cac
     def make(folder):
         (folder / "config.json").write_text("{}")
 
-    folder = reading.made_once(files / "F32.gguf", "compress/gguf-4", make)
+    folder = reading.made_once(files / "F32.gguf", "compress/gguf-5", make)
     monkeypatch.setattr(reading, "FileLock", None)
-    assert reading.made_once(files / "F32.gguf", "compress/gguf-4", make) == folder
+    assert reading.made_once(files / "F32.gguf", "compress/gguf-5", make) == folder
 
 
 def test_no_such_file():

@@ -34,7 +34,7 @@ from compress.checkpoint.sources.matching import lacking, match, undeclared
 from compress.checkpoint.sources.skeleton import empty_model, read_config
 from compress.checkpoint.sources.stated import MLX_KEY, stated_quantization
 from compress.checkpoint.sources.stored import Place, stored_in, stored_tensors
-from compress.checkpoint.sources.untrusted import check_folder, read_json
+from compress.checkpoint.sources.untrusted import check_folder, read_json, unread_files
 from compress.checkpoint.tensors import Reading, StoredTensors
 from compress.errors import CannotRun, ModelError, call_foreign
 from compress.layers.embedding import layer_of
@@ -133,12 +133,13 @@ class Checkpoint:
         elif isinstance(source, Path):
             folder = source
             if not folder.is_dir():
-                raise ModelError(f"model: no folder {folder}")
+                raise ModelError(f"model: no folder {folder}; use a local folder, or a .gguf file")
         else:
             folder = safetensors_folder(source)
             if trust_remote_code:
                 fetch_code(source)
-        return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference)
+        notes = unread_files(folder)
+        return cls(folder, str(source), dtype, torch.device(device), trust_remote_code, inference, notes)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel, files: Sequence[Path], config: Mapping[str, Any]) -> Checkpoint:
@@ -229,7 +230,7 @@ class Checkpoint:
             config, _ = self.stated.config, self.stored  # a folder without weights is an error before all others
             self._model = empty_model(self.folder, config, self.dtype, self.trust_remote_code)
             with limited_modules(self.folder / "config.json", stored_bytes(self.folder)):
-                self.notes = open_experts(self._model)
+                self.notes += open_experts(self._model)
         return self._model
 
     @cached_property
@@ -344,7 +345,8 @@ class Checkpoint:
         self._divide(
             n for n, p in self.named.items() if n not in names_read and (p.path, p.key, p.member) not in matched
         )
-        self.notes += [] if stated_format is None else stated_format.left_out(self.named)
+        if stated_format is not None:
+            self.notes += stated_format.left_out(self.named, self.stated.quantization)
         return places
 
     def _divide(self, unread: Iterable[str]) -> None:

@@ -11,9 +11,9 @@ from compress.checkpoint.containers.safetensors import Header
 from compress.checkpoint.formats import OWN_METHOD, STACKED
 from compress.checkpoint.inspected import Inspection, Module
 from compress.checkpoint.recognize import Recognized, recognize
-from compress.checkpoint.sources.gguf_parts import gguf_of, open_parts, parts_of
+from compress.checkpoint.sources.gguf_parts import check_magic, gguf_of, open_parts, parts_of
 from compress.checkpoint.sources.stated import stated_quantization
-from compress.checkpoint.sources.untrusted import check_folder, read_json
+from compress.checkpoint.sources.untrusted import check_folder, read_json, unread_files
 from compress.checkpoint.sources.weight_files import headers_in, in_all_files
 from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.models.terms import CACHE_KEY
@@ -57,7 +57,7 @@ def _inspect_files(
         modules.setdefault(module, {})[leaf] = stored[name][1]
     inspected = [_recognized(n, tensors, _settings(stated, n)) for n, tensors in modules.items()]
     files = {path.name: path.stat().st_size for path in sorted({path for path, _ in stored.values()})}
-    inspection = Inspection(source, _method(stated), files, inspected)
+    inspection = Inspection(source, _method(stated), files, inspected, unread_files(folder) if config else [])
     if method == OWN_METHOD or config.get(CACHE_KEY):
         from compress.checkpoint.contents import with_contents
 
@@ -128,6 +128,8 @@ def _inspect_gguf(path: Path) -> Inspection:
     except ImportError as error:
         raise ModelError(f"model: {path} needs the package gguf; install the extra: compress-llm[gguf]") from error
     parts = parts_of(path)
+    for part in parts:
+        check_magic(part)
     try:
         stated, modules = call_foreign(_gguf_modules, parts)
     except CannotRun as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -13,9 +14,12 @@ from compress.checkpoint.inference import allow_narrow_inputs, round_activations
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
 from compress.checkpoint.sources.skeleton import read_config
+from compress.checkpoint.sources.untrusted import unread_files
 from compress.decode import accelerate_generation
 from compress.models.computation import compute_dtype, device_of, remember_storage
 from compress.numerics.dtypes import dtype_name
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -57,6 +61,8 @@ def load(
     )
     if verify:
         checkpoint.verify()
+    for note in unread_files(checkpoint.folder):
+        log.warning("%s: %s", checkpoint.folder, note)
     model = checkpoint.fill().eval().requires_grad_(trainable)
     _, widened_from = checkpoint.dtypes
     if widened_from is not None:

@@ -14,10 +14,10 @@ from compress.checkpoint.caches import install_policies
 from compress.checkpoint.checkpoint import Checkpoint
 from compress.checkpoint.masks import MaskPolicy, with_masks
 from compress.checkpoint.opened import OpenModel, Weights
-from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer, unread_files
+from compress.checkpoint.sources.files import read_sentence_files, read_side_files, read_tokenizer
 from compress.checkpoint.sources.gguf_parts import gguf_of
 from compress.checkpoint.sources.hub import commit_of, fetch_code, folder_of
-from compress.checkpoint.sources.narrow import narrow_dtype
+from compress.checkpoint.sources.narrow import narrow_dtype, rounded_tensors
 from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.weight_files import weight_files
 from compress.models.computation import widened
@@ -114,7 +114,7 @@ def _opened(checkpoint: Checkpoint, model: PreTrainedModel, blocks: list[Block],
         checkpoint.fingerprint,
         checkpoint.device,
         checkpoint.dtype,
-        [*notes, *unread_files(folder), *checkpoint.notes, *widened(checkpoint.dtypes[1])],
+        [*notes, *checkpoint.notes, *widened(checkpoint.dtypes[1])],
         read_side_files(folder, trusted) | texts,
         widened_from=checkpoint.dtypes[1],
         commit=commit_of(folder),
@@ -215,6 +215,8 @@ def open_model(
         blocks, weights = find_blocks(model), Weights(checkpoint)
         ends = checkpoint.outside(blocks, weights.reading, narrow_ends)
         opened = _opened(checkpoint, model, blocks, weights)
+        if checkpoint.requested == "auto":
+            opened.notes.extend(rounded_tensors(model, checkpoint.places, checkpoint.dtypes[1] or checkpoint.dtype))
         if checkpoint.foreign and callable(codes):
             _dequantize(opened, checkpoint, codes(opened))
     dense_places = {name: checkpoint.tensors.files[name] for name in checkpoint.dense_names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from compress.version import __version__
 
 if TYPE_CHECKING:
     from compress.recipe.schema import Recipe
+    from compress.recipe.settings import Setting
 
 SPINNING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 """Variables that say how long a waiting thread of OpenMP spins; its runtime reads them when torch is imported."""
@@ -168,9 +170,13 @@ def prune(
 ) -> None:
     """Prune MODEL and store it as plain weights with zeros."""
     from compress.recipe import starts
+    from compress.recipe.settings import Setting
 
     data, folder = starts.prune_line(model, method, pattern, sparsity)
-    _run(_build(data, options), out or folder, overwrite, (push_to_hub, public, upload), as_json, memory)
+    typed = [Setting(("passes", 0), data["passes"][0], f"--method {method}")]  # names what is wrong
+    for key, value in data["passes"][0][method].items():
+        typed.append(Setting(("passes", 0, method, key), value, f"--{key} {value}"))
+    _run(_build(data, options, typed), out or folder, overwrite, (push_to_hub, public, upload), as_json, memory)
 
 
 @main.command()
@@ -296,11 +302,11 @@ def _read(recipe: str, model: str | None, options: dict[str, Any]) -> Recipe:
     return Recipe.from_yaml(recipe, settings)
 
 
-def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
-    """Build a recipe from plain values with the settings of `recipe_options`."""
+def _build(data: dict[str, Any], options: dict[str, Any], typed: Sequence[Setting] = ()) -> Recipe:
+    """Build a recipe from plain values with the settings of `recipe_options`, after those of other options."""
     from compress.recipe.names import check_data
 
-    settings = settings_of(**options)
+    settings = [*typed, *settings_of(**options)]
     check_data(data, settings)
     with without_collection():
         from compress.recipe.schema import Recipe

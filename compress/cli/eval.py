@@ -52,6 +52,9 @@ SETTINGS = (
     click.option("--generation", is_flag=True, default=None, help="Compare greedy answers to fixed prompts."),
 )
 
+OF_TASKS = ("data", "limit", "fewshot", "chat_template")
+"""The options of tasks."""
+
 
 def settings_options(command: Any) -> Any:
     """Add the options that select what is measured."""
@@ -134,6 +137,7 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
 
     Raises:
         RecipeError: if a value is invalid.
+        UsageError: for options of tasks without any.
     """
     from compress.recipe.evaluation import Evaluate, read_suite
 
@@ -146,7 +150,11 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
         changes["tasks"] = () if tasks == ["none"] else tuple(tasks)
     changes["fail_if"] = limits_of(options.get("limits", ())) or None
     values = {key: value for key, value in changes.items() if value is not None}
-    return Evaluate(**values) if options["suite"] is None else read_suite(options["suite"], **values)
+    settings = Evaluate(**values) if options["suite"] is None else read_suite(options["suite"], **values)
+    unused = [f"--{key.replace('_', '-')}" for key in OF_TASKS if key in values]
+    if unused and not settings.tasks:
+        raise click.UsageError(f"{', '.join(unused)}: of no effect without tasks; add --tasks, or leave it out")
+    return settings
 
 
 def print_evaluation(comparison: Comparison) -> None:

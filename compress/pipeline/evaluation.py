@@ -20,7 +20,7 @@ from compress.checkpoint.sources.supported import check_supported
 from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.overlap import CalibrationRuns
 from compress.data.text_source import as_source
-from compress.errors import ModelError, one_line, reported_as
+from compress.errors import ModelError, RecipeError, one_line, reported_as
 from compress.evaluation import EVALUATORS, combine_all, measure_one
 from compress.evaluation.base import EvaluationContext
 from compress.evaluation.harness.tasks import check_tasks
@@ -101,11 +101,13 @@ def evaluate(
         OutputError: for a folder of stored results that cannot be written.
         ModelError: for a folder without a model, and for different tokenizers.
         CalibrationError: for texts that cannot be read.
-        RecipeError: for no model, and for tasks that do not exist.
+        RecipeError: for no model, for limits without a base, and for tasks that do not exist.
         NumericError: for a loss that is NaN.
     """
     sources = models_in(models)
     settings = settings or Evaluate()
+    if settings.fail_if is not None and base is None and len(sources) == 1:
+        raise RecipeError("eval: fail_if limits what a model loses against a base; name a base, or another model")
     check_tasks(settings)
     if work is not None:
         check_writable(work)

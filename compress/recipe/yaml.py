@@ -88,6 +88,10 @@ def read_file(path: Path) -> str:
     """
     if path.is_fifo():  # it would be empty when it is read again
         raise RecipeError(f"{path}: is a pipe; write the recipe to a file first")
+    if path.is_dir():
+        inside = path / "recipe.yaml"
+        hint = str(inside) if inside.is_file() else "that of a .yaml file"
+        raise RecipeError(f"{path}: is a folder, not a recipe; write {hint}")
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)

@@ -213,6 +213,27 @@ MUTATIONS = (
         "a plan needs the weights",
     ),
     Mutation(
+        "compress/checkpoint/opening.py",
+        "all(path.exists() for path in weight_files(folder))",
+        "True",
+        "checkpoint/sources/test_hub.py::test_a_partly_fetched_model_is_planned_and_its_missing_files_are_named",
+        "a plan needs all files of a model that was fetched in part",
+    ),
+    Mutation(
+        "compress/checkpoint/sources/gguf_contents.py",
+        "[stated] if isinstance(stated, int) else []",
+        "",
+        "checkpoint/sources/test_gguf_contents.py::test_positions_of_divisors_are_those_that_the_file_states",
+        "the stated positions of rotary divisors are not tried",
+    ),
+    Mutation(
+        "compress/checkpoint/formats/modelopt.py",
+        "if name in schemes and algorithm is not None:",
+        "if False:",
+        "checkpoint/formats/test_closed_lists.py checkpoint/formats/test_read_only.py",
+        "a stated algorithm of Model Optimizer is not compared with the tensors",
+    ),
+    Mutation(
         "compress/pipeline/generate.py",
         '"top_k": self.top_k}',
         '"top_k": None}',

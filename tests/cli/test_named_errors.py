@@ -38,6 +38,28 @@ def test_an_option_of_a_recipe_is_named(args, message, pico, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (("--sparsity", "1.5"), "--sparsity 1.5: passes[0] sparsegpt sparsity: input should be less than 1"),
+        (("--pattern", "4:2"), "--pattern 4:2: passes[0] sparsegpt"),
+        (("--method", "wnda"), "--method wnda: passes[0] wnda: pass 'wnda' is not known; did you mean 'wanda'?"),
+        (("--method", "wnda", "--sparsity", "0.4"), "--method wnda: passes[0] wnda: pass 'wnda' is not known"),
+    ],
+)
+def test_an_option_of_prune_is_named(args, message, pico, tmp_path):
+    done = call("prune", pico, *args, "-o", tmp_path / "out")
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {message}")
+
+
+def test_a_folder_in_the_place_of_a_recipe_is_named(tmp_path):
+    for command in ("run", "plan"):
+        done = call(command, tmp_path)
+        assert done.exit_code == 2 and f"{tmp_path}: is a folder, not a recipe; write that of a .yaml" in done.stderr
+    (tmp_path / "recipe.yaml").write_text("model: x\n")
+    assert f"is a folder, not a recipe; write {tmp_path}/recipe.yaml" in call("run", tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
         (("distill", "MODEL", "--teacher", "/nosuch"), "error: teacher: no folder /nosuch"),
         (("eval", "MODEL", "--base", "/nosuch"), "error: base: no folder /nosuch"),
         (("compare", "MODEL", "--base", "/nosuch"), "error: base: no folder /nosuch"),

@@ -63,6 +63,13 @@ def test_a_run_above_a_limit_ends_with_3_and_keeps_everything(recipe, tmp_path):
     assert (tmp_path / "out" / "report.json").exists() and compress.load(tmp_path / "out")
 
 
+@pytest.mark.parametrize("limit", ["kl=0.1", "loss=0.1"])
+def test_a_limit_needs_a_base_before_any_work(limit, pico, tmp_path):
+    done = CliRunner().invoke(main, ["eval", pico, "--fail-if", limit, "--work", str(tmp_path / "work")])
+    assert done.exit_code == 2 and "fail_if limits what a model loses against a base; name a base" in done.stderr
+    assert not (tmp_path / "work").exists()
+
+
 def test_the_exit_code_of_an_evaluation(recipe, pico, texts, tmp_path):
     compress.run(recipe(compress.RTN(weights="int2", group_size=32), eval=None), tmp_path / "out", progress=False)
     suite = tmp_path / "suite.yaml"

@@ -95,6 +95,19 @@ def test_a_folder_that_is_no_model_is_an_error_before_anything_runs(pico, tmp_pa
     assert done.exit_code == 2 and "no folder" in done.stderr and not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--limit", "3"], ["--fewshot", "0"], ["--chat-template"], ["--data", "x"], ["--limit", "3", "--data", "x"]],
+)
+def test_options_of_tasks_need_tasks(options, pico, tmp_path):
+    common = ["--work", str(tmp_path / "w")]
+    done = CliRunner().invoke(main, ["eval", pico, *options, *common])
+    flags = ", ".join(reversed([option for option in options if option.startswith("--")]))
+    assert done.exit_code == 2 and f"{flags}: of no effect without tasks; add --tasks, or leave" in done.stderr
+    done = CliRunner().invoke(main, ["eval", pico, *options, "--suite", "quick", "--tasks", "none", *common])
+    assert done.exit_code == 2 and "of no effect without tasks" in done.stderr
+
+
 def test_a_loss_that_is_not_a_number_says_what_to_do(pico, texts, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(pico, broken)

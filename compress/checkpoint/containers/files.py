@@ -19,12 +19,21 @@ from compress.errors import OutputError, SaveError
 FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 UNWRITABLE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 """The errors of a full disk, and of a place that cannot be written."""
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The begin of a file that Git LFS leaves in the place of a large file (git-lfs, docs/spec.md)."""
+POINTED = "is a pointer of Git LFS, not the file itself; fetch the file with: git lfs pull"
 RESUMES = "finished blocks are kept, and the same command resumes after them"
 
 
 def user_path(path: str | Path) -> Path:
     """Return a path as users write it: with `~` for the home folder."""
     return Path(os.path.expanduser(path))
+
+
+def is_pointer(path: Path) -> bool:
+    """Return whether a file is a pointer of Git LFS, which a clone without it holds in the place of each large file."""
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
 
 
 @contextmanager

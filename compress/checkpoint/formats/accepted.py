@@ -5,6 +5,7 @@ A reader that ignored another key or value would compute another model than the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ UNUSED = only(None, False, [], {})
 FLAG = only(True, False)
 INTEGER = Accepted("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
 NUMBER = Accepted("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
+NOT_NEGATIVE = Accepted("a number of at least 0", lambda value: NUMBER.allows(value) and 0 <= value < math.inf)
 TEXT = Accepted("a text", lambda value: isinstance(value, str))
 TEXTS = Accepted(
     "a list of texts", lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value)

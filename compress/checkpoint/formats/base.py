@@ -205,8 +205,13 @@ class Format(ABC):
         """
         return {}
 
-    def left_out(self, names: Collection[str]) -> list[str]:
-        """Return a note for each kind of stored tensors, by name, that the format knows and does not read."""
+    def left_out(self, names: Collection[str], config: Mapping[str, Any]) -> list[str]:
+        """Return a note for each thing that the format knows and does not read.
+
+        Args:
+            names: of the stored tensors.
+            config: `quantization_config` of the checkpoint.
+        """
         return []
 
     def programs_run(self, schemes: Collection[LayerScheme]) -> list[str]:

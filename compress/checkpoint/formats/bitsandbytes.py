@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.checkpoint.formats.accepted import FLAG, NULL, NUMBER, TEXT, UNUSED, Accepted, only, without_effect
+from compress.checkpoint.formats.accepted import FLAG, NOT_NEGATIVE, NULL, TEXT, UNUSED, Accepted, only, without_effect
 from compress.checkpoint.formats.base import Format, refuses_embeddings, unstated_rounding
 from compress.checkpoint.formats.layouts.layout import codes_of
 from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
@@ -72,7 +72,7 @@ class BitsAndBytes(Format):
     keys: ClassVar[Mapping[str, Accepted]] = {
         "quant_method": TEXT,
         **dict.fromkeys(("load_in_8bit", "load_in_4bit", "_load_in_8bit", "_load_in_4bit"), FLAG),
-        "llm_int8_threshold": NUMBER | NULL,
+        "llm_int8_threshold": NOT_NEGATIVE | NULL,
         "llm_int8_has_fp16_weight": UNUSED,
         "bnb_4bit_quant_type": only("nf4", "fp4"),
         "bnb_4bit_use_double_quant": FLAG,

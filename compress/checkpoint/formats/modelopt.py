@@ -66,7 +66,8 @@ BLOCK = 128
 IN_BLOCKS = "fp8_pb_wo"  # the spelling of Model Optimizer and TensorRT-LLM
 IN_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
 MIXED = "MIXED_PRECISION"
-ALGORITHMS = ("FP8", IN_ROWS, IN_BLOCKS, IN_BLOCKS.upper(), "MXFP8", "NVFP4", "W4A16_NVFP4", MIXED)
+IN_16_BITS = "W4A16_NVFP4"
+ALGORITHMS = ("FP8", IN_ROWS, IN_BLOCKS, IN_BLOCKS.upper(), "MXFP8", "NVFP4", IN_16_BITS, MIXED)
 IN_TENSORS = "weight_scale_2"
 """The stored reciprocal of the number that all scales of NVFP4 share."""
 FILE = "hf_quant_config.json"
@@ -103,9 +104,11 @@ class ModelOpt(Format):
     def unverified(self) -> str:
         return "transformers does not read format modelopt"
 
-    def left_out(self, names: Collection[str]) -> list[str]:
+    def left_out(self, names: Collection[str], config: Mapping[str, Any]) -> list[str]:
+        kinds = [key for key in ("kv_cache_quant_algo", "kv_cache_scheme") if config.get(key)]
         has_scales = any(name.endswith((".k_scale", ".v_scale")) for name in names)
-        return ["scales of the KV cache are left out, so it is not rounded"] if has_scales else []
+        kinds += ["scales of the KV cache"] if has_scales else []
+        return [f"left out: {', '.join(kinds)}; the KV cache is not rounded"] if kinds else []
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_all_but_codes(scheme, f"format {self.name}")
@@ -249,6 +252,8 @@ class ModelOpt(Format):
                 kind = "static" if is_static else "token"
                 inputs = (RoundingScheme(FP8, kind),) if is_static or algorithm == IN_ROWS else ()
                 schemes[name] = LayerScheme(shape, (_codes(name, scale, shape, algorithm),), inputs)
+            if name in schemes and algorithm is not None:
+                _check_stated(name, algorithm, schemes[name])
         return schemes
 
 
@@ -265,7 +270,7 @@ def _algorithm(scheme: LayerScheme) -> str | None:
         (FP8.name, (BLOCK, BLOCK), None): IN_BLOCKS,
         (MXFP8.name, 32, (MXFP8.name, "group", 32, True)): "MXFP8",
         (NVFP4.name, GROUP, (NVFP4.name, "local", GROUP, True)): "NVFP4",
-        (NVFP4.name, GROUP, None): "W4A16_NVFP4",
+        (NVFP4.name, GROUP, None): IN_16_BITS,
     }.get((codes.grid.name, size, inputs))
 
 
@@ -275,6 +280,19 @@ def _stated_algorithm(config: Mapping[str, Any], name: str) -> Any:
         return config.get("quant_algo")
     layer = (config.get("quantized_layers") or {}).get(name)
     return layer.get("quant_algo") if isinstance(layer, Mapping) else None
+
+
+def _check_stated(name: str, algorithm: Any, scheme: LayerScheme) -> None:
+    """Raise ValueError for a `quant_algo` that states another scheme than the tensors of a linear."""
+    actual = _algorithm(scheme)
+    if algorithm == "NVFP4" and actual == IN_16_BITS:  # its name before there was another one
+        return
+    if actual is None or actual.upper() != str(algorithm).upper():
+        inputs = "with rounded inputs" if scheme.rounding is not None else "with inputs in floating point"
+        raise ValueError(
+            f"quant_algo is {algorithm}, but the tensors of {name} are those of {actual or 'no algorithm'}: "
+            f"{scheme.text}, {inputs}"
+        )
 
 
 def _size(scheme: LayerScheme) -> dict[str, int]:

@@ -126,13 +126,6 @@ def _tokenizer_code(folder: Path) -> str | None:
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def unread_files(folder: Path) -> list[str]:
-    """Return notes on files of a folder with weights that belong to the model, and that are not read."""
-    adapter = (folder / "adapter_config.json").is_file()
-    note = "adapter_config.json: the LoRA adapter in the folder is not read; merge it into the model first"
-    return [note] if adapter else []
-
-
 def read_side_files(folder: Path, trust_remote_code: bool) -> dict[str, str]:
     """Return the text of each file that is copied to the checkpoint, by its name.
 

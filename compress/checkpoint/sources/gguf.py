@@ -22,16 +22,16 @@ from compress.checkpoint.sources.gguf_contents import (
     check_tensors,
     complete_config,
     header_of,
+    isolate_digits,
 )
 from compress.checkpoint.sources.gguf_header_config import own_kind
-from compress.checkpoint.sources.gguf_parts import digest_of_parts, merge, parts_of
+from compress.checkpoint.sources.gguf_parts import check_magic, digest_of_parts, merge, parts_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.narrow import record_narrow
-from compress.checkpoint.sources.untrusted import check_config
 from compress.errors import ModelError
 from compress.models.child_process import run_function
 
-CONVERTED = "compress/gguf-4"  # the number changes when the content of a folder does
+CONVERTED = "compress/gguf-5"  # the number changes when the content of a folder does
 
 REFUSED = f"\n{ModelError.__module__}.{ModelError.__qualname__}: "
 """What Python writes before the message of a ModelError that ends a process."""
@@ -69,9 +69,7 @@ def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
     """
     paths = parts_of(path)
     for part in paths:
-        with part.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"model: {part} is not a GGUF file (it does not begin with 'GGUF')")
+        check_magic(part)
     from huggingface_hub.constants import HF_HOME  # when it is needed, as users set it
 
     folder = Path(HF_HOME) / kind / digest_of_parts(paths)[:32]
@@ -114,7 +112,6 @@ def convert(path: Path, folder: Path) -> None:
     config = AutoConfig.from_pretrained(merged_file.parent, **from_file)
     replaced = complete_config(header, config)
     check_keys(header, config)
-    check_config(config.to_dict(), trust_remote_code=False)
     with torch.device("meta"), limited_modules(path, sum(part.stat().st_size for part in parts)):
         check_tensors(header, AutoModelForCausalLM.from_config(config), replaced)
     loading: dict[str, Any] = {**from_file, "dtype": torch.float32, "output_loading_info": True, "config": config}
@@ -129,6 +126,8 @@ def convert(path: Path, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(merged_file.parent, **from_file).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(merged_file.parent, **from_file)
+    isolate_digits(header, tokenizer)
+    tokenizer.save_pretrained(folder)
     if merged_file != path:
         merged_file.unlink()

@@ -31,6 +31,7 @@ from compress.checkpoint.sources.gguf_contents import (
     check_none_unread,
     complete_config,
     header_of,
+    isolate_digits,
     own_config,
     own_tokenizer,
 )
@@ -44,7 +45,7 @@ from compress.models.experts import open_experts
 
 log = logging.getLogger(__name__)
 
-KEPT = "compress/gguf-codes-3"  # the number changes when the content of a folder does
+KEPT = "compress/gguf-codes-4"  # the number changes when the content of a folder does
 
 
 def checkpoint_of(source: str) -> Path:
@@ -154,4 +155,6 @@ def _describe(path: Path) -> None:
         return
     # AutoTokenizer reads the files of few architectures, this class those of all
     kind: Any = AutoTokenizer if own is None else PreTrainedTokenizerFast
-    call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name).save_pretrained(folder)
+    tokenizer = call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name)
+    isolate_digits(header, tokenizer)
+    tokenizer.save_pretrained(folder)

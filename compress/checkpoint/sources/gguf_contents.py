@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_TO_TRANSFORMERS_MAPPING,
     TENSOR_PROCESSORS,
@@ -58,6 +64,10 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Keys that do not change what a model computes, without the architecture's name before them."""
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Names of pre-tokenizers that isolate digits before GPT-2's expression divides the rest (llama.cpp, llama-vocab.cpp).
+
+transformers does not know them."""
 MOST = 5  # names in a message
 FREQUENCIES = "rope_freqs.weight"
 """The tensor of the divisors of the rotary frequencies."""
@@ -127,6 +137,16 @@ def own_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast | None:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
 
 
+def isolate_digits(header: GGUFHeader, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Divide texts as the file names it, where transformers does not know the name: a space before a digit is apart."""
+    stated = header.values.get("tokenizer.ggml.pre")
+    if header.values.get("tokenizer.ggml.model") != "gpt2" or stated not in DIGITS:
+        return
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend: Any = tokenizer
+    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+
+
 def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
     """State in a configuration what transformers does not read of a file: scaled rotary embeddings, and biases.
 
@@ -149,7 +169,10 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
         return {FREQUENCIES}
     unscaled, factor = dict(rope), round(float(divisors.max()), 4)
     stated = header.values.get(f"{name}.rope.scaling.original_context_length")
-    for positions in (*([] if stated is None else [int(stated)]), *(1 << exponent for exponent in range(20, 4, -1))):
+    for positions in (
+        *([stated] if isinstance(stated, int) else []),
+        *(1 << exponent for exponent in range(20, 4, -1)),
+    ):
         rope |= {**LLAMA3, "factor": factor, "original_max_position_embeddings": positions}
         factors = rope_factors(config).get(FREQUENCIES)
         if factors is not None and factors.shape == divisors.shape and torch.allclose(factors, divisors, rtol=1e-4):
@@ -160,11 +183,11 @@ def complete_config(header: GGUFHeader, config: PretrainedConfig) -> Set[str]:
 
 
 def check_counts(header: GGUFHeader) -> None:
-    """Raise ModelError for counts of layers, heads or experts with which a configuration would take long to build."""
+    """Raise ModelError for counts of layers, heads or experts that are negative, or that take long to build."""
     for key, value in header.values.items():
-        if key.endswith("_count") and isinstance(value, int) and value > LARGEST_COUNT:
+        if key.endswith("_count") and isinstance(value, int) and not 0 <= value <= LARGEST_COUNT:
             raise ModelError(
-                f"model: {header.path}: its {key} is {value}, but it must be at most {LARGEST_COUNT}; fetch the file "
+                f"model: {header.path}: its {key} is {value}, but it must be from 0 to {LARGEST_COUNT}; fetch the file "
                 "again"
             )
 
@@ -203,8 +226,9 @@ def check_tensors(header: GGUFHeader, model: PreTrainedModel, replaced: Set[str]
     check_none_unread(header, set(unread) - replaced)
     if header.weights < sum(parameter.numel() for parameter in model.parameters()):  # of tied ones, one counts
         stored = {name.removesuffix(".weight") for name in header.types}
-        absent = (name for file_name, name in read_names.items() if file_name.removesuffix(".weight") not in stored)
-        check_none_missing(header, absent)
+        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+        absent = {name for file_name, name in read_names.items() if file_name.removesuffix(".weight") not in stored}
+        check_none_missing(header, absent - tied)
 
 
 def check_none_unread(header: GGUFHeader, names: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.containers.files import POINTED, file_sha256, is_pointer
 from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.sources.untrusted import check_folder
 from compress.errors import ModelError
@@ -80,6 +80,15 @@ def digest_of_parts(paths: Sequence[Path]) -> str:
 @lru_cache(maxsize=64)
 def _sha256(path: Path, size: int, changed: int) -> str:
     return file_sha256(path)
+
+
+def check_magic(path: Path) -> None:
+    """Raise ModelError for a file that is no GGUF file."""
+    with path.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    if not is_gguf:
+        reason = POINTED if is_pointer(path) else "is not a GGUF file (it does not begin with 'GGUF')"
+        raise ModelError(f"model: {path} {reason}")
 
 
 def open_parts(paths: Sequence[Path]) -> list[Any]:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.checkpoint.containers.files import write_json
 from compress.checkpoint.containers.gguf_header import open_reader
 from compress.checkpoint.sources.stored import Place
 from compress.checkpoint.sources.untrusted import read_json
+from compress.models.computation import kept_dtype
 from compress.numerics.dtypes import DTYPES, dtype_name
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,24 @@ def narrow_dtype(folder: Path, stored: Mapping[str, Place]) -> torch.dtype | Non
     kinds = {header.dtype for header in headers if len(header.shape) > 1}
     dtypes = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def rounded_tensors(model: nn.Module, places: Mapping[str, Place], dtype: torch.dtype) -> list[str]:
+    """Return a note about stored tensors that are wider than the dtype in which the model is opened; none without any.
+
+    Args:
+        model: the model, whose tensors may be marked to stay in float32.
+        places: stored tensors by their names in the model.
+        dtype: that of config.json.
+    """
+    wide = [name for name, place in places.items() if place.header.dtype in ("F32", "F64")]
+    wide = [name for name in wide if kept_dtype(model, name, dtype).itemsize == 2]
+    if not wide:
+        return []
+    return [
+        f"{len(wide)} of {len(places)} tensors are stored in float32, such as {wide[0]}, and rounded to "
+        f"{dtype_name(dtype)}, the dtype of config.json; set dtype: float32 to keep them"
+    ]
 
 
 def record_narrow(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import Any
 
 from compress.checkpoint.containers.digests import LOADED, MANIFEST, SUMS, WORK
-from compress.checkpoint.containers.files import is_inside
+from compress.checkpoint.containers.files import POINTED, is_inside, is_pointer
 from compress.errors import ModelError
 
 RUNTIME_FILES = {"genai_config.json": "ONNX Runtime GenAI", "openvino_model.xml": "OpenVINO"}
@@ -55,6 +55,13 @@ def check_no_adapter(folder: Path) -> None:
     )
 
 
+def unread_files(folder: Path) -> list[str]:
+    """Return notes on files of a folder with weights that belong to the model, and that are not read."""
+    adapter = (folder / "adapter_config.json").is_file()
+    note = "adapter_config.json: the LoRA adapter in the folder is not read; merge it into the model first"
+    return [note] if adapter else []
+
+
 def check_is_checkpoint(folder: Path) -> None:
     """Raise ModelError for a folder of ONNX Runtime GenAI or OpenVINO, which `compress export` writes."""
     for file, program in RUNTIME_FILES.items():
@@ -68,7 +75,7 @@ def check_is_checkpoint(folder: Path) -> None:
 def check_folder(folder: Path) -> None:
     """Raise ModelError for a file of a model that is a link out of its folder, or neither a file nor a folder.
 
-    The folder of an unfinished run is refused, too.
+    The folder of an unfinished run is refused, too, and a pointer of Git LFS in the place of a file.
     """
     check_complete(folder)
     check_no_adapter(folder)
@@ -84,6 +91,8 @@ def check_folder(folder: Path) -> None:
                 raise ModelError(f"model: {path} is a link to a file outside of {folder}; put a copy in its place")
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise ModelError(f"model: {path} is not a regular file; put the file itself in its place")
+            if path.is_file() and is_pointer(path):
+                raise ModelError(f"model: {path} {POINTED}")
             if path.suffix == ".json" and path.exists() and path.stat().st_size > LARGEST_JSON:
                 raise ModelError(f"model: {path} has more than {LARGEST_JSON >> 20} MiB; fetch it again")
     except (OSError, RuntimeError) as error:  # the latter for a link to itself

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from compress.checkpoint.containers.files import is_inside
+from compress.checkpoint.containers.files import POINTED, is_inside, is_pointer
 from compress.checkpoint.containers.gguf_header import FILE
 from compress.checkpoint.containers.safetensors import INDEX, Header, read_headers
 from compress.checkpoint.sources.untrusted import check_is_checkpoint, read_json
@@ -20,6 +20,7 @@ from compress.errors import CannotRun, ModelError, ShortageError
 T = TypeVar("T")
 
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
+MOST = 5  # names in a message
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -80,7 +81,9 @@ def reading(path: Path) -> Iterator[None]:
                 f"memory: {path} cannot be mapped, since this process may not take more memory (ulimit -d, ulimit -v); "
                 "raise its limit"
             ) from error
-        raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
+        is_clone = isinstance(error, SafetensorError) and is_pointer(path)
+        reason = POINTED if is_clone else f"is truncated or not a safetensors file ({error}); fetch it again"
+        raise ModelError(f"model: {path} {reason}") from error
     except (ValueError, CannotRun) as error:
         if path.name != FILE:
             raise
@@ -102,10 +105,18 @@ def in_all_files(folder: Path, read: Callable[[Path], Mapping[str, T]]) -> dict[
         read: returns what it reads of each tensor of a file.
 
     Raises:
-        ModelError: as `weight_files`, and for a tensor that two files hold.
+        ModelError: as `weight_files`, for files that are missing, and for a tensor that two files hold.
     """
     places: dict[str, tuple[Path, T]] = {}
-    for path in weight_files(folder):
+    paths = weight_files(folder)
+    missing = [path.name for path in paths if not exists(path)]
+    if len(missing) > 1:  # one is named by `reading`
+        more = f" and {len(missing) - MOST} more" if len(missing) > MOST else ""
+        raise ModelError(
+            f"model: {folder} lacks {len(missing)} of {len(paths)} files of weights that its index lists: "
+            f"{', '.join(missing[:MOST])}{more}; fetch the model again"
+        )
+    for path in paths:
         for name, value in read(path).items():
             if name in places:
                 raise ModelError(f"model: {name} is in {places[name][0]} and in {path}; remove one of the files")

@@ -147,6 +147,10 @@ def test_tensors_that_models_compute_are_left_out_and_parts_of_other_classes_cop
         ("gptq", {"rotation": "hadamard"}, "rotation = 'hadamard' is not read; accepted: null, False"),
         ("awq", {"group_size": 32}, "has 4 groups of scales for 64 inputs, but group_size is 32"),
         ("awq", {"backend": "llm-awq"}, "backend = 'llm-awq' is not read"),
+        ("modelopt", {"quant_algo": "FP8"}, "quant_algo is FP8, but the tensors of .* are those of no algorithm"),
+        ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo is NVFP4, but .* fp8_e4m3, .* inputs in floating point"),
+        ("bitsandbytes", {"llm_int8_threshold": -1}, "llm_int8_threshold = -1 is not read; accepted: a number of at"),
+        ("bitsandbytes", {"llm_int8_threshold": float("nan")}, "llm_int8_threshold = nan is not read"),
     ],
 )
 def test_a_config_that_contradicts_the_tensors_is_an_error(name, changes, message, written, tmp_path):

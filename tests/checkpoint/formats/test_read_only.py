@@ -15,6 +15,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config
 import compress
 from compress.checkpoint.formats import FORMATS, READ_ONLY
 from compress.checkpoint.inspection import inspect
+from compress.checkpoint.opening import open_model
 from compress.errors import ModelError
 from compress.layers.linear import CompressedLinear
 
@@ -171,6 +172,9 @@ def change_config(folder, **values):
         ("mxfp4", {"bits": 4}, "bits = 4 is not known"),
         ("modelopt nvfp4", {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ' is not read; accepted: FP8, "),
         ("modelopt nvfp4", {"pre_quant_scale": True}, "pre_quant_scale = True is not read"),
+        ("modelopt nvfp4", {"quant_algo": "MXFP8"}, "quant_algo is MXFP8, but the tensors of"),
+        ("modelopt nvfp4", {"quant_algo": "W4A16_NVFP4"}, "are those of NVFP4: nvfp4, group 16, with rounded inputs"),
+        ("fp8 per tensor", {"activation_scheme": "dynamic"}, "holds tensors that are not read: model.layers.0.mlp.do"),
     ],
 )
 def test_other_keys_and_values_are_errors_that_name_them(case, values, message, copied):
@@ -274,6 +278,38 @@ def test_damaged_tensors_are_errors_that_name_them(damage, copied):
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=message):
         compress.load(folder)
+
+
+def test_an_input_scale_that_the_algorithm_states_must_be_stored(copied):
+    folder = copied("modelopt fp8")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{Q}.input_scale"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"quant_algo is FP8, but the tensors of {Q} are those of no algorithm: fp8"):
+        compress.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (("scales", "key"), "kv_cache_quant_algo, scales of the KV cache"),
+        (("key",), "kv_cache_quant_algo"),
+        (("scales",), "scales of the KV cache"),
+        ((), None),
+    ],
+)
+def test_a_rounded_cache_that_is_not_read_is_a_note(kept, told, copied):
+    folder = copied("modelopt fp8")
+    tensors, path = load_file(folder / "model.safetensors"), folder / "hf_quant_config.json"
+    if "scales" not in kept:
+        tensors = {name: t for name, t in tensors.items() if not name.endswith((".k_scale", ".v_scale"))}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if "key" not in kept:
+        stated = json.loads(path.read_text())
+        stated["quantization"]["kv_cache_quant_algo"] = None
+        path.write_text(json.dumps(stated))
+    notes = [note for note in open_model(str(folder)).notes if "KV cache" in note]
+    assert notes == ([] if told is None else [f"left out: {told}; the KV cache is not rounded"])
 
 
 def test_an_unreadable_hf_quant_config_is_an_error_that_names_it(copied):

@@ -11,6 +11,8 @@ from tolerances import same_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
+from compress.checkpoint.inspection import inspect
+from compress.checkpoint.opening import open_model
 from compress.cli import main
 from compress.errors import CalibrationError, ModelError
 
@@ -72,10 +74,38 @@ def test_a_gguf_file_beside_safetensors_is_not_chosen_silently(dense):
         compress.load(dense)
 
 
-def test_an_adapter_beside_the_weights_is_named(dense, recipe):
+def test_an_adapter_beside_the_weights_is_named(dense, recipe, caplog):
+    """By whatever opens the folder."""
     (dense / "adapter_config.json").write_text("{}")
-    notes = compress.plan(recipe(compress.RTN(), model=str(dense))).notes
-    assert any("LoRA adapter in the folder is not read" in note for note in notes)
+    note = "the LoRA adapter in the folder is not read; merge it into the model first"
+    assert any(note in text for text in compress.plan(recipe(compress.RTN(), model=str(dense))).notes)
+    assert any(note in text for text in inspect(dense).notes)
+    assert not [record for record in caplog.records if note in record.getMessage()]
+    compress.load(dense)
+    [warning] = [record for record in caplog.records if note in record.getMessage()]
+    assert warning.levelname == "WARNING" and str(dense) in warning.getMessage()
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 2446000\n"
+
+
+@pytest.mark.parametrize("opened_by", [compress.load, lambda path: open_model(str(path)), inspect])
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_clone_without_git_lfs_is_named(file, opened_by, dense):
+    (dense / file).write_text(POINTER)
+    message = rf"{file} is a pointer of Git LFS, not the file itself; fetch the file with: git lfs pull"
+    with pytest.raises(ModelError, match=message):
+        opened_by(dense)
+
+
+@pytest.mark.parametrize("file", ["a.gguf", "a-00001-of-00002.gguf", "a.safetensors"])
+def test_a_pointer_of_git_lfs_in_the_place_of_one_file_is_named(file, tmp_path):
+    for name in (file, file.replace("-00001-", "-00002-")):
+        (tmp_path / name).write_text(POINTER)
+    opened_by = [inspect] if file == "a.safetensors" else [inspect, compress.load, lambda path: open_model(str(path))]
+    for use in opened_by:
+        with pytest.raises(ModelError, match=rf"{file} is a pointer of Git LFS, not the file itself"):
+            use(tmp_path / file)
 
 
 def test_half_a_character_in_a_text_is_an_error_that_names_its_line(recipe, tmp_path):

@@ -34,7 +34,7 @@ def files(pico, tmp_path_factory):
 def cache(monkeypatch, tmp_path):
     """The user's cache, empty."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "compress" / "gguf-4"
+    return tmp_path / "cache" / "compress" / "gguf-5"
 
 
 @pytest.fixture
@@ -91,8 +91,10 @@ def test_a_file_is_converted_once(files, cache, converted_here, tmp_path):
 def test_what_a_killed_conversion_left_is_replaced(files, cache, converted_here):
     folder = reading.as_safetensors(files / "F32.gguf")
     folder.rename(folder.with_suffix(".part"))
-    (folder.with_suffix(".part") / "model.safetensors").write_bytes(b"half")
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors"):
+        (folder.with_suffix(".part") / name).write_bytes(b"half")
     assert reading.as_safetensors(files / "F32.gguf") == folder
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
     assert len(converted_here) == 2
     assert [child.name for child in cached_models(cache)] == [folder.name]
 
@@ -106,9 +108,20 @@ def test_commands_at_the_same_time_convert_a_file_once(files, cache):
         (folder / "config.json").write_text("{}")
 
     with ThreadPoolExecutor(4) as threads:
-        folders = set(threads.map(lambda _: reading.made_once(files / "F32.gguf", "compress/gguf-4", make), range(4)))
+        folders = set(threads.map(lambda _: reading.made_once(files / "F32.gguf", "compress/gguf-5", make), range(4)))
     assert len(conversions) == 1 and len(folders) == 1
     assert [child.name for child in cached_models(cache)] == [folders.pop().name]
+
+
+def test_a_converted_file_is_read_from_a_cache_that_cannot_be_written(files, cache, monkeypatch):
+    """The cache of a cluster is written by one user and read by all; a lock is a file that is written."""
+
+    def make(folder):
+        (folder / "config.json").write_text("{}")
+
+    folder = reading.made_once(files / "F32.gguf", "compress/gguf-5", make)
+    monkeypatch.setattr(reading, "FileLock", None)
+    assert reading.made_once(files / "F32.gguf", "compress/gguf-5", make) == folder
 
 
 def test_no_such_file():

@@ -93,7 +93,7 @@ def test_the_folder_is_made_once_and_holds_no_copy_of_the_weights(files, cache):
     assert (folder / FILE).stat().st_ino == path.stat().st_ino
     (folder / "mark").touch()
     assert checkpoint_of(str(path)) == folder and (folder / "mark").exists()
-    assert [child.name for child in cached_models(cache / "gguf-codes-3")] == [folder.name]  # no .part is left
+    assert [child.name for child in cached_models(cache / "gguf-codes-4")] == [folder.name]  # no .part is left
 
 
 def test_a_file_on_another_file_system_is_copied(files, monkeypatch):
@@ -110,7 +110,7 @@ def test_floats_and_unknown_codes_are_converted_as_before(files, cache, tmp_path
     assert checkpoint_of(str(files / "F32.gguf")) == folder_of(str(files / "F32.gguf"))
     monkeypatch.setattr("compress.checkpoint.sources.gguf_codes.BLOCK_TYPES", {})
     assert checkpoint_of(str(files / "Q4_0.gguf")) == folder_of(str(files / "Q4_0.gguf"))
-    assert cached_models(cache / "gguf-codes-3") == []
+    assert cached_models(cache / "gguf-codes-4") == []
 
 
 def test_a_file_that_is_cut_off(files, tmp_path):

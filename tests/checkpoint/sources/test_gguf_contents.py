@@ -1,5 +1,7 @@
 """A GGUF file that is not read completely is an error that names what is missing or ignored; nothing is cached."""
 
+import logging
+import re
 import shutil
 import struct
 import subprocess
@@ -50,8 +52,8 @@ def test_missing_tensors_are_an_error(kind, opened_by, pico, cache, tmp_path):
     write_pico(pico, path, kind, without={"blk.1.ffn_up.weight", "blk.2.attn_norm.weight"})
     with pytest.raises(ModelError) as error:
         opened_by(path)
-    assert str(error.value).startswith(f"model: {path} lacks tensors of the model: ")
-    assert "model.layers.1.mlp.up_proj.weight, model.layers.2.input_layernorm.weight; " in str(error.value)
+    names = "model.layers.1.mlp.up_proj.weight, model.layers.2.input_layernorm.weight"
+    assert str(error.value).startswith(f"model: {path} lacks tensors of the model: {names}; ")
     assert cached(cache) == []
 
 
@@ -68,7 +70,7 @@ def bare(architecture, **counts):
     """The bytes of a file that states counts and holds one small tensor, of 32 numbers."""
     text = {"general.architecture": architecture, "tokenizer.ggml.model": "gpt2"}
     values = [(key, struct.pack("<I", 8) + packed(value)) for key, value in text.items()]
-    values += [(f"{architecture}.{key}", struct.pack("<II", 4, value)) for key, value in counts.items()]
+    values += [(f"{architecture}.{key}", struct.pack("<Ii", 5, value)) for key, value in counts.items()]
     data = b"GGUF" + struct.pack("<IQQ", 3, 1, len(values)) + b"".join(packed(key) + value for key, value in values)
     data += packed("output_norm.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)
     return data + bytes(-len(data) % 32 + 128)
@@ -82,18 +84,22 @@ def packed(text):
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (2**21, r"a\.gguf: its qwen2\.block_count is 2097152, but it must be at most 1048576; fetch the file again"),
-        (2_000, r"a\.gguf describes a model of more than 5001 modules, which the files of the model are too small for"),
+        (2**21, r"its qwen2\.block_count is 2097152, but it must be from 0 to 1048576; fetch the file again"),
+        (-1, r"its qwen2\.block_count is -1, but it must be from 0 to 1048576; fetch the file again"),
+        (2_000, "describes a model of more than 5001 modules, which the files of the model are too small for"),
     ],
 )
-def test_a_small_file_of_many_layers_is_refused_beside_large_files(count, message, opened_by, cache, tmp_path):
+def test_a_small_file_of_many_layers_is_refused_beside_large_files(count, message, opened_by, cache, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     (tmp_path / "a.gguf").write_bytes(bare("qwen2", block_count=count, embedding_length=32))
     for name in ("large.gguf", "large.safetensors"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 40)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=rf"a\.gguf:? {message}"):
         opened_by(tmp_path / "a.gguf")
     assert cached(cache) == []
+    logged = [record.getMessage() for record in caplog.records if "converted to dense weights" in record.getMessage()]
+    assert all(re.search(message, reason) for reason in logged)  # that of each reader, the first of which goes on
 
 
 EXTRA = {"blk.0.ffn_gate.bias": np.ones(288, np.float32), "rope_freqs.weight": np.full(16, 2, np.float32)}
@@ -215,6 +221,21 @@ def test_divisors_of_llama_3_are_read_as_its_scaled_rotary_embedding(kind, posit
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_positions_of_divisors_are_those_that_the_file_states(kind, pico, cache, tmp_path):
+    """Divisors of 3,000 positions are none of a power of two."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 3000
+    _, divisors = scaled(pico, **rope)
+    extra, key = {"rope_freqs.weight": divisors}, "llama.rope.scaling.original_context_length"
+    write_pico(pico, tmp_path / "a.gguf", kind, extra=extra, keys={key: 3000})
+    assert compress.load(tmp_path / "a.gguf")[0].config.rope_parameters == {"rope_theta": 10000.0, **rope}
+    for keys in ({}, {key: 3001}, {key: "many"}):
+        write_pico(pico, tmp_path / "b.gguf", kind, extra=extra, keys=keys)
+        with pytest.raises(ModelError, match=r"not read: rope_freqs\.weight"):
+            compress.load(tmp_path / "b.gguf")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "keys",
     [{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}],
@@ -262,3 +283,15 @@ def test_biases_of_attention_are_read(kind, pico, tmp_path):
     with torch.no_grad():
         logits, expected = read(ids).logits, model(ids).logits
     assert near(logits, expected) if kind == "F32" else relative(logits, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "isolated"), [("smollm", True), ("starcoder", True), ("gpt-2", False)])
+def test_texts_are_divided_before_digits_as_the_file_names_it(name, isolated, kind, pico, tmp_path):
+    """llama.cpp divides texts at each digit first for some names, so that the spaces before one are not divided."""
+    write_pico(pico, tmp_path / "a.gguf", kind, keys={"tokenizer.ggml.pre": name})
+    read = compress.load(tmp_path / "a.gguf")[1]
+    tokens = read.convert_ids_to_tokens(read("x    7").input_ids)
+    words = [part for part, _ in read.backend_tokenizer.pre_tokenizer.pre_tokenize_str("x    7")]
+    assert words == (["x", "ĠĠĠĠ", "7"] if isolated else ["x", "ĠĠĠ", "Ġ7"])
+    assert "".join(tokens) == "xĠĠĠĠ7" and read.decode(read("x    7").input_ids) == "x    7"

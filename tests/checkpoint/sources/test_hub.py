@@ -11,9 +11,11 @@ from huggingface_hub import constants, errors
 
 import compress
 from compress import RTN
+from compress.checkpoint.inspection import inspect
 from compress.checkpoint.opening import open_model
 from compress.checkpoint.sources.hub import at_commit, commit_of, split_revision
 from compress.errors import ModelError
+from compress.pipeline.rooflines import roofline
 
 MAIN, OLD = "a" * 40, "b" * 40
 
@@ -110,3 +112,29 @@ def test_a_model_that_is_not_cached_offline(cached):
         open_model("owner/other")
     with pytest.raises(ModelError, match="the cache does not hold it"):
         open_model("owner/small@v9")
+
+
+def test_a_partly_fetched_model_is_planned_and_its_missing_files_are_named(cached, pico_model, tmp_path):
+    """Fetching was stopped after some of the shards; links to the others lead nowhere, or are not there."""
+    snapshot = cached / "snapshots" / MAIN
+    recipe = compress.Recipe(model="owner/small", passes=[RTN(group_size=32)])
+    planned, estimated = compress.plan(recipe), roofline("owner/small", context=256)
+    (snapshot / "model.safetensors").unlink()
+    pico_model.save_pretrained(snapshot, max_shard_size="500KB")
+    shards = sorted(path.name for path in snapshot.glob("*.safetensors"))
+    assert len(shards) > 3
+    (snapshot / shards[2]).unlink()
+    with pytest.raises(ModelError, match=rf"{shards[2]} is missing, but the index lists it; fetch the model again"):
+        open_model("owner/small")
+    (snapshot / shards[1]).unlink()
+    (snapshot / shards[1]).symlink_to(cached / "blobs" / "nothing")
+    part, opened = compress.plan(recipe), roofline("owner/small", context=256)
+    assert (part.layers, part.checkpoint_bytes, opened) == (planned.layers, planned.checkpoint_bytes, estimated)
+    assert any("planned without the weights" in note for note in part.notes)
+    missing = rf"lacks 2 of {len(shards)} files of weights that its index lists: {shards[1]}, {shards[2]}; fetch"
+    for use in (open_model, lambda source: compress.run(recipe, tmp_path / "out")):
+        with pytest.raises(ModelError, match=missing):
+            use("owner/small")
+    for use in (compress.load, inspect):
+        with pytest.raises(ModelError, match=missing):
+            use(snapshot)

@@ -29,6 +29,28 @@ def test_the_dtype_of_the_source(stored, narrow, tiny, tmp_path, recipe):
     assert storage_dtype(explicit, opened) is torch.float32
 
 
+@pytest.mark.parametrize(
+    ("stored", "stated", "asked", "rounded"),
+    [
+        (torch.float32, "float16", "auto", "float16"),
+        (torch.float32, "bfloat16", "auto", "bfloat16"),
+        (torch.float32, "float16", "float16", None),
+        (torch.float32, "float16", "float32", None),
+        (torch.float32, "float32", "auto", None),
+        (torch.float16, "float16", "auto", None),
+        (torch.bfloat16, "bfloat16", "auto", None),
+    ],
+)
+def test_weights_that_the_stated_dtype_rounds_are_a_note(stored, stated, asked, rounded, tiny, tmp_path):
+    opened_as(tiny, tmp_path, stored)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": stated}))
+    notes = [note for note in open_model(str(tmp_path / "model"), asked).notes if "stored in float32" in note]
+    assert len(notes) == (rounded is not None)
+    if notes:
+        assert f"rounded to {rounded}, the dtype of config.json; set dtype: float32 to keep them" in notes[0]
+
+
 def test_one_matrix_in_float32_or_two_dtypes_are_no_narrow_source(tmp_path):
     for kinds in ((torch.float16, torch.float32), (torch.float16, torch.bfloat16)):
         tensors = {str(i): torch.ones(2, 2, dtype=kind) for i, kind in enumerate(kinds)}

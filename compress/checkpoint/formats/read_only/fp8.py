@@ -110,7 +110,7 @@ class FP8(ReadOnly):
         )
 
     def readable(self, scheme: LayerScheme) -> Collection[str]:
-        return ("weight", *SCALES, *INPUT_SCALES)
+        return ("weight", *SCALES, *(INPUT_SCALES if self.static else ()))
 
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme

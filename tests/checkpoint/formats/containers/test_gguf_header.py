@@ -30,10 +30,20 @@ BOMBS = {
     "an array of 2^62 numbers": (header(array(0, 2**62)), "states 4611686018427387904"),
     "an array of 2^62 texts": (header(array(8, 2**62)), "states 4611686018427387904"),
     "5 million numbers": (header(array(0, 5_000_000, bytes(5_000_000))), "more than 4194304 values"),
+    "twice 3 million numbers": (header(*[array(0, 3_000_000, bytes(3_000_000))] * 2), "more than 4194304 values"),
+    "an array that is longer than the file": (header(array(10, 1000, bytes(2000))), "states 1000 values"),
     "arrays in arrays": (header(text("x") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 500), "levels"),
     "2^60 tensors": (header(tensor_count=2**60), "states 1152921504606846976"),
     "2^60 keys": (header(value_count=2**60), "states 1152921504606846976"),
     "a key of 2^60 characters": (header(struct.pack("<Q", 2**60) + bytes(16)), "states 1152921504606846976"),
+    "a text of 2^40 characters": (
+        header(text("x") + struct.pack("<IQ", 8, 2**40), ARCHITECTURE),
+        "states 1099511627776",
+    ),
+    "a name of 2^40 characters": (
+        header(tensors=struct.pack("<Q", 2**40) + bytes(64), tensor_count=1),
+        "states 1099511627776",
+    ),
     "a tensor of 10^9 dimensions": (
         header(tensors=text("a") + struct.pack("<I", 10**9) + bytes(24), tensor_count=1),
         "dimensions",

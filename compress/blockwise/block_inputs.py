@@ -23,7 +23,6 @@ from compress.models.structure.links import Group, Link, block_signature, find_l
 from compress.models.structure.permutations import Permutation, find_permutations
 from compress.passes.contract.context import Run
 from compress.passes.contract.layers import Layer, LayerResult, Solution
-from compress.passes.contract.memory import return_freed_memory
 from compress.passes.contract.observers import Observer
 from compress.passes.contract.passes import BlockPass
 from compress.passes.contract.processes import Processes
@@ -102,7 +101,7 @@ class SweepInputs:
             block, links_by_signature = self.context.block.module, self.context.state.links
             signature = block_signature(block)
             links = links_by_signature[signature] = find_links(block, self.probe, links_by_signature.get(signature, ()))
-            return_freed_memory()  # of the inputs of the probe
+            self.context.run.return_memory()  # of the inputs of the probe
             self._links = [link for link in links if set(link.readers) & set(self.names)]
         return self._links
 
@@ -131,7 +130,7 @@ class SweepInputs:
         self._samples |= {name: sample for group, sample in samples.items() for name in group.linears}
         with _watching(self.context.block.module, self.groups, observer, self.context.run, samples) as observers:
             yield observers
-        return_freed_memory()  # of activations, between those that are sampled
+        self.context.run.return_memory()  # of activations, between those that are sampled
 
     def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
         """Return a sample of a linear's inputs after its input transforms; None if no token reached it."""

@@ -84,7 +84,7 @@ def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
 
     def identity(tensor: Tensor) -> Identity:
         storages.append(StorageWeakRef(tensor.untyped_storage()))
-        return storages[-1].cdata, tensor.storage_offset(), *tensor.shape[-1:], tensor.numel()
+        return storages[-1].cdata, int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel()
 
     def reader(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -111,6 +111,11 @@ class Run:
         """Return the subfolder of the work folder for the current pass."""
         return None if self.work is None else self.work / "".join(c if c.isalnum() else "-" for c in self.label)
 
+    @staticmethod
+    def return_memory() -> None:
+        """Return freed memory to the system, before steps that allocate tensors of other sizes."""
+        return_freed_memory()
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time and the peak memory of the context to the phase `name`, and return its freed memory.
@@ -124,7 +129,7 @@ class Run:
             try:
                 yield
             finally:
-                return_freed_memory()  # the next phase allocates tensors of other sizes
+                self.return_memory()  # the next phase allocates tensors of other sizes
                 cost.seconds += perf_counter() - begin
         cost.peak_bytes = max(cost.peak_bytes, memory.peak_bytes)
         cost.device_bytes = max(cost.device_bytes, memory.device_bytes)

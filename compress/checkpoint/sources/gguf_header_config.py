@@ -8,6 +8,7 @@ files that transformers reads (`gguf_contents.check_keys`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -129,9 +130,11 @@ def _rope(stated: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, An
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
-    """Return a value as a whole number above 0, a number, or a bool. Raises ValueError for another value."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_valid = isinstance(value, bool) if kind is bool else is_number and (kind is float or (value == int(value) > 0))
+    """Return a value as a whole number above 0, a finite number, or a bool. Raises ValueError for another value."""
+    if kind is float:
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    else:
+        is_valid = type(value) is kind and (kind is bool or value > 0)
     if not is_valid:
         raise ValueError(f"its {key} is {str(value)[:100]}")
     return kind(value)

@@ -305,7 +305,7 @@ def test_an_empty_file(text, tmp_path):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(RecipeError, match=r"none\.yaml: cannot be read .*No such file"):
         Recipe.from_yaml(tmp_path / "none.yaml")
-    with pytest.raises(RecipeError, match="cannot be read .*directory"):
+    with pytest.raises(RecipeError, match="is a folder, not a recipe; write that of a .yaml file"):
         Recipe.from_yaml(tmp_path)
     with pytest.raises(RecipeError, match="/dev/zero: has more than 1 MiB, so it is no recipe; write a shorter one"):
         Recipe.from_yaml("/dev/zero")

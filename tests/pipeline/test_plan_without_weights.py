@@ -86,7 +86,9 @@ def test_a_folder_with_other_files_of_weights_is_refused(pico, bare, recipe, tmp
 
 def test_a_compressed_folder_needs_its_weights(pico, recipe, tmp_path, bare):
     compress.run(recipe(RTN(group_size=32), eval=None), tmp_path / "out", progress=False)
-    with pytest.raises(ModelError, match=r"lacks 4 of 4 files of weights that its index lists: model-00001-of-00004\.safetensors, "):
+    with pytest.raises(
+        ModelError, match=r"lacks 4 of 4 files of weights that its index lists: model-00001-of-00004\.safetensors, "
+    ):
         compress.plan(recipe(Wanda(), model=bare(str(tmp_path / "out")), save={"format": "native"}))
 
 

@@ -154,7 +154,9 @@ class StoredLayers:
             ModelError: for missing or invalid tensors, with the full name.
         """
         assert self.format is not None
-        place = f" (in {self.tensors.files[names[0]].path})" if names else ""
+        folders = [stored.path.parent for stored in self.tensors.files.values()][:1]  # of a layer without any tensor
+        paths = [self.tensors.files[names[0]].path] if names else folders
+        place = "".join(f" (in {path})" for path in paths)
         try:
             return self.format.read(tensors, self.schemes[full])
         except KeyError as error:

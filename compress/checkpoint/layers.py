@@ -154,13 +154,10 @@ class StoredLayers:
             ModelError: for missing or invalid tensors, with the full name.
         """
         assert self.format is not None
-        folders = [stored.path.parent for stored in self.tensors.files.values()][:1]  # of a layer without any tensor
-        paths = [self.tensors.files[names[0]].path] if names else folders
-        place = "".join(f" (in {path})" for path in paths)
         try:
             return self.format.read(tensors, self.schemes[full])
         except KeyError as error:
-            reason = f"{full} lacks its tensor {error.args[0]}"
+            place, reason = self._place(names), f"{full} lacks its tensor {error.args[0]}"
             dense = self.tensors.files.get(f"{full}.weight")
             if dense is not None and dense.header.dtype in ("F32", "F16", "BF16"):
                 raise ModelError(
@@ -169,7 +166,13 @@ class StoredLayers:
                 ) from error
             raise ModelError(f"model: {reason}{place}; write the checkpoint again") from error
         except ValueError as error:
-            raise ModelError(f"model: {full}.{error}{place}; write the checkpoint again") from error
+            raise ModelError(f"model: {full}.{error}{self._place(names)}; write the checkpoint again") from error
+
+    def _place(self, names: Sequence[str]) -> str:
+        """Return the file of the first of some tensors, in words; the folder of all files if there are no names."""
+        files = self.tensors.files
+        paths = [files[names[0]].path] if names else [stored.path.parent for stored in files.values()]
+        return f" (in {paths[0]})" if paths else ""
 
     def _inside(self, prefix: str) -> tuple[list[str], list[str]]:
         """The names of dense tensors, and of layers, below a prefix."""

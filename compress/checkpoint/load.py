@@ -14,7 +14,6 @@ from compress.checkpoint.inference import allow_narrow_inputs, round_activations
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
 from compress.checkpoint.sources.skeleton import read_config
-from compress.checkpoint.sources.untrusted import unread_files
 from compress.decode import accelerate_generation
 from compress.models.computation import compute_dtype, device_of, remember_storage
 from compress.numerics.dtypes import dtype_name
@@ -59,10 +58,10 @@ def load(
     checkpoint = Checkpoint.open(
         user_path(folder), dtype, device_of(device), trust_remote_code, inference=not trainable
     )
+    for note in checkpoint.notes:  # of files that are not read; those of the model come later
+        log.warning("%s: %s", checkpoint.folder, note)
     if verify:
         checkpoint.verify()
-    for note in unread_files(checkpoint.folder):
-        log.warning("%s: %s", checkpoint.folder, note)
     model = checkpoint.fill().eval().requires_grad_(trainable)
     _, widened_from = checkpoint.dtypes
     if widened_from is not None:

@@ -380,7 +380,7 @@ class Footprint:
         return size
 
     def _encoded_codes(self, scheme: LayerScheme) -> int:
-        """Return the bytes of the stored tensors of a quantized linear that are no views of its own tensors.
+        """Return the bytes of the stored tensors of a quantized linear that are no views of the linear's tensors.
 
         A view has the shape of one of them and as many bytes per number.
         """
@@ -388,9 +388,9 @@ class Footprint:
         adapted = format_.adapt(scheme)
         if adapted is None or adapted.plain:
             return format_.size_bytes(scheme, storage)
-        own = Counter((spec.shape, spec.size_bytes(storage)) for spec in adapted.tensors().values())
+        views = Counter((spec.shape, spec.size_bytes(storage)) for spec in adapted.tensors().values())
         stored = Counter((spec.shape, spec.size_bytes(storage)) for spec in format_.tensors(adapted).values())
-        return sum(size * count for (_, size), count in (stored - own).items())
+        return sum(size * count for (_, size), count in (stored - views).items())
 
     def _block_after(self, index: int, step: Pass, block: Block) -> int:
         """Return the most bytes of the linears of a block during step `index`, after which they are compressed.

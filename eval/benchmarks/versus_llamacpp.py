@@ -192,18 +192,19 @@ def main() -> None:
 
     rows("float32", {"llama.cpp": dense})
     for kind in given.types:
-        own = {} if given.peer_only else {"compress": quantize_data(given.model, kind)}
-        made = {label: ours(given, kind, data, ids["calibration"]) for label, data in own.items()}
-        rows(kind, theirs(given, kind, dense) | made)
+        files = theirs(given, kind, dense)
+        if not given.peer_only:
+            files["compress"] = ours(given, kind, quantize_data(given.model, kind), ids["calibration"])
+        rows(kind, files)
     for path in given.recipe:
         data = yaml.safe_load(path.read_text())
         rows(data["passes"][0]["scheme"], {path.stem: ours(given, path.stem, data, ids["calibration"])})
-    for (kind, label), own in found.items():
+    for (kind, label), compared in found.items():
         for (other, peer_label), peers in found.items() if not label.startswith("llama.cpp") else ():
             if peer_label.startswith("llama.cpp") and (other == kind or (kind, other) == ("Q4_0", "Q4_K_M")):
-                size = own.file.stat().st_size / peers.file.stat().st_size - 1
-                divergence = estimate(own.divergences - peers.divergences)
-                loss = estimate(own.losses - peers.losses)
+                size = compared.file.stat().st_size / peers.file.stat().st_size - 1
+                divergence = estimate(compared.divergences - peers.divergences)
+                loss = estimate(compared.losses - peers.losses)
                 print(
                     f"{kind} of {label} minus {other} of {peer_label}: KL {divergence}, loss {loss}, bytes {size:+.2%}"
                 )

@@ -37,6 +37,16 @@ def open_reader(path: Path) -> Any:
     return GGUFReader(path)
 
 
+def architecture_of_file(path: Path) -> str | None:
+    """Return `general.architecture` of a file, which is usually the first value; None if the file does not state it.
+
+    Raises:
+        ValueError: for a header that states more than the file holds.
+    """
+    with path.open("rb") as file:
+        return _Header(file, path.stat().st_size).text(b"general.architecture")
+
+
 class _Header:
     """A header that is read once, from its begin to its end."""
 
@@ -45,10 +55,7 @@ class _Header:
 
     def check(self) -> None:
         """Read all values and all tensors."""
-        self._skip(4)
-        if self._number("I") & 0xFFFF == 0:  # a version in the other order of bytes
-            self._order = ">"
-        tensor_count, value_count = self._count("Q", 24), self._count("Q", 13)
+        tensor_count, value_count = self._counts()
         for _ in range(value_count):
             self._skip(self._count("Q", 1))
             self._value(self._number("I"), 0)
@@ -61,6 +68,24 @@ class _Header:
             if weights > 8 * self._size:  # the smallest weights have more than one bit
                 raise ValueError(f"a tensor of its header has {weights} weights, but the file has {self._size} bytes")
             self._skip(12)
+
+    def text(self, key: bytes) -> str | None:
+        """Read values up to a key, and return its text; None without the key, or if it is no text."""
+        _, value_count = self._counts()
+        for _ in range(value_count):
+            is_key, kind = self._file.read(self._count("Q", 1)) == key, self._number("I")
+            if is_key:
+                data = self._file.read(self._count("Q", 1)) if kind == TEXT else None
+                return None if data is None else data.decode("utf-8", "replace")
+            self._value(kind, 0)
+        return None
+
+    def _counts(self) -> tuple[int, int]:
+        """Read the numbers of tensors and of values."""
+        self._skip(4)
+        if self._number("I") & 0xFFFF == 0:  # a version in the other order of bytes
+            self._order = ">"
+        return self._count("Q", 24), self._count("Q", 13)
 
     def _value(self, kind: int, depth: int) -> None:
         if kind == TEXT:

@@ -24,7 +24,7 @@ from compress.checkpoint.sources.gguf_contents import (
     header_of,
     isolate_digits,
 )
-from compress.checkpoint.sources.gguf_header_config import own_kind
+from compress.checkpoint.sources.gguf_header_config import kind_of_header
 from compress.checkpoint.sources.gguf_parts import check_magic, digest_of_parts, merge, parts_of
 from compress.checkpoint.sources.limits import limited_modules
 from compress.checkpoint.sources.narrow import record_narrow
@@ -104,7 +104,7 @@ def convert(path: Path, folder: Path) -> None:
     from_file: dict[str, Any] = {"gguf_file": merged_file.name}
     header = replace(header_of(merged_file), path=path)
     check_counts(header)
-    if own_kind(name := str(header.values["general.architecture"])) is not None:
+    if kind_of_header(name := str(header.values["general.architecture"])) is not None:
         raise ModelError(
             f"model: {path}: a {name} file is read with its codes, but transformers cannot make a dense model of it; "
             "use the model's safetensors"

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from compress.checkpoint.blocks import BLOCK_TYPES
 from compress.checkpoint.containers.gguf import BLOCKS, DENSE, SIDECAR, packed_index
-from compress.checkpoint.containers.gguf_header import FILE
+from compress.checkpoint.containers.gguf_header import FILE, architecture_of_file
 from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.formats.gguf_files.architecture import architecture_of, rope_factors
 from compress.checkpoint.sources.gguf import as_safetensors, made_once
@@ -35,9 +35,9 @@ from compress.checkpoint.sources.gguf_contents import (
     own_config,
     own_tokenizer,
 )
-from compress.checkpoint.sources.gguf_header_config import config_of_header, own_kind
+from compress.checkpoint.sources.gguf_header_config import config_of_header, kind_of_header
 from compress.checkpoint.sources.gguf_layers import schemes_in_file, tensors_in_file
-from compress.checkpoint.sources.gguf_parts import gguf_of, merge, open_parts, parts_of
+from compress.checkpoint.sources.gguf_parts import gguf_of, merge, parts_of
 from compress.checkpoint.sources.hub import safetensors_folder
 from compress.checkpoint.sources.skeleton import empty_model
 from compress.errors import ModelError, NotThisFormat, call_foreign
@@ -72,10 +72,10 @@ def folder_of_file(path: Path, codes: bool) -> Path:
 def _keeps_codes(path: Path) -> bool:
     """Whether transformers cannot read the header of a file; the conversion reports a damaged one."""
     try:
-        field = call_foreign(open_parts, parts_of(path))[0].get_field("general.architecture")
-    except ModelError:
+        architecture = architecture_of_file(parts_of(path)[0])
+    except ValueError:
         return False
-    return field is not None and own_kind(str(field.contents())) is not None
+    return architecture is not None and kind_of_header(architecture) is not None
 
 
 def folder_of_codes(path: Path) -> Path:
@@ -117,14 +117,14 @@ def _describe(path: Path) -> None:
     header = call_foreign(header_of, path)
     check_counts(header)
     types = header.types
-    own = own_config(header) or config_of_header(header)
-    config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name) if own is None else own
+    stated = own_config(header) or config_of_header(header)
+    config = call_foreign(AutoConfig.from_pretrained, path.parent, gguf_file=path.name) if stated is None else stated
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
         raise NotThisFormat(f"model: {path}: its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
-    replaced = complete_config(header, config) if own is None else set(rope_factors(config))
-    if own is None:
+    replaced = complete_config(header, config) if stated is None else set(rope_factors(config))
+    if stated is None:
         check_keys(header, config)
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
@@ -142,7 +142,7 @@ def _describe(path: Path) -> None:
         entry = replace(entry, name=f"{entry.name}{BLOCKS}") if is_packed else entry
         entries |= {name: replace(entry, **values) for name, values in values_by_name.items()}
     quantization = GGUF().config(schemes, [], "")
-    if quantization is None and own is None:
+    if quantization is None and stated is None:
         raise NotThisFormat(f"model: {path} has no codes")
     (folder / SIDECAR).write_text(packed_index(entries), encoding="utf-8")
     if quantization is not None:
@@ -150,11 +150,11 @@ def _describe(path: Path) -> None:
     config.save_pretrained(folder)
     if (generation := getattr(model, "generation_config", None)) is not None:  # encoders have none
         generation.save_pretrained(folder)
-    if own is not None and (tokenizer := call_foreign(own_tokenizer, header)) is not None:
+    if stated is not None and (tokenizer := call_foreign(own_tokenizer, header)) is not None:
         tokenizer.save_pretrained(folder)
         return
     # AutoTokenizer reads the files of few architectures, this class those of all
-    kind: Any = AutoTokenizer if own is None else PreTrainedTokenizerFast
+    kind: Any = AutoTokenizer if stated is None else PreTrainedTokenizerFast
     tokenizer = call_foreign(kind.from_pretrained, path.parent, gguf_file=path.name)
     isolate_digits(header, tokenizer)
     tokenizer.save_pretrained(folder)

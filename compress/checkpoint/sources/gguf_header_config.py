@@ -47,9 +47,9 @@ HARMLESS = frozenset(key for key in WITHOUT_EFFECT if not key.startswith(YARN))
 TOKENS = ("bos", "eos", "padding")
 
 
-def own_kind(name: str) -> str | None:
+def kind_of_header(name: str) -> str | None:
     """Return the type in config.json of an architecture whose headers transformers cannot read; None for others."""
-    return next((kind for kind, made in architectures().items() if made.own_header and made.name == name), None)
+    return next((kind for kind, a in architectures().items() if a.reads_header and a.name == name), None)
 
 
 def config_of_header(header: GGUFHeader) -> PretrainedConfig | None:
@@ -60,7 +60,7 @@ def config_of_header(header: GGUFHeader) -> PretrainedConfig | None:
     Raises:
         ModelError: for a header that lacks keys, or has some that the configuration does not state.
     """
-    kind = own_kind(str(header.values.get("general.architecture")))
+    kind = kind_of_header(str(header.values.get("general.architecture")))
     if kind is None:
         return None
     architecture = architectures()[kind]
@@ -70,13 +70,13 @@ def config_of_header(header: GGUFHeader) -> PretrainedConfig | None:
         values = _values(header, architecture, stated, AutoConfig.for_model(kind))
         check_config(values, trust_remote_code=False)
         config = call_foreign(AutoConfig.for_model, kind, **values)
-        again = dict(call_foreign(lambda: list(architecture.metadata(config))))
+        restated = dict(call_foreign(lambda: list(architecture.metadata(config))))
     except (ValueError, CannotRun) as error:
         raise ModelError(f"model: {header.path}: its header cannot be read ({error}); fetch the file again") from error
-    lacking = again.keys() - stated.keys() - OPTIONAL
+    lacking = restated.keys() - stated.keys() - OPTIONAL
     refuse_names(header.path, "lacks hyperparameters", [prefix + key for key in lacking])
-    relevant = {key: value for key, value in stated.items() if key in again or key not in HARMLESS}
-    unread = [key for key, value in relevant.items() if not is_same(value, again.get(key))]
+    relevant = {key: value for key, value in stated.items() if key in restated or key not in HARMLESS}
+    unread = [key for key, value in relevant.items() if not is_same(value, restated.get(key))]
     refuse_names(
         header.path, "states hyperparameters that are not read", [f"{prefix}{key} = {stated[key]}" for key in unread]
     )
@@ -95,9 +95,9 @@ def _values(
         if key in stated:
             values[name] = _typed(key, stated[key], int)
     for key, kind, names in KEYS:
-        known = next((name for name in names if hasattr(default, name)), None)
-        if key in stated and known is not None:
-            values[known] = _typed(key, stated[key], kind)
+        config_name = next((name for name in names if hasattr(default, name)), None)
+        if key in stated and config_name is not None:
+            values[config_name] = _typed(key, stated[key], kind)
     tokens = header.values.get("tokenizer.ggml.tokens")
     if "vocab_size" not in values and isinstance(tokens, list):
         values["vocab_size"] = len(tokens)

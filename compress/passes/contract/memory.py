@@ -69,7 +69,8 @@ class ProblemSize:
     def links_bytes(self) -> int:
         """Bytes of the search for links: a block in float32, with the inputs of three forward passes of the probe.
 
-        A run with changed channels (`channel_probes`) is compared with another one, beside those of the plain run.
+        A run with changed channels (`channel_probes`) is compared with another one, while those of the plain run are
+        in memory.
         """
         return self.cast_bytes + 3 * 4 * self.probed
 

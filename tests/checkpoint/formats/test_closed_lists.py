@@ -159,6 +159,15 @@ def test_a_config_that_contradicts_the_tensors_is_an_error(name, changes, messag
         compress.load(folder)
 
 
+def test_a_layer_without_any_stored_tensor_is_named_with_the_folder(pico, tmp_path):
+    """The head of a tied model is not stored."""
+    model = compress.apply(compress.load(pico)[0], [PASSES["compressed-tensors"]], torch.zeros(2, 8).long())
+    compress.save(model, tmp_path / "saved", format="compressed-tensors")
+    folder = changed(tmp_path / "saved", tmp_path / "x", lambda values: values.update(ignore=[]))
+    with pytest.raises(ModelError, match=rf"lm_head lacks its tensor weight_packed \(in {folder}\); write"):
+        compress.load(folder)
+
+
 # As the hub has them: Qwen2.5-GPTQ-Int4, GPTQModel, AutoAWQ, GPTQModel's AWQ, unsloth's bitsandbytes.
 PUBLISHED = {
     "gptq": [

@@ -86,7 +86,7 @@ class Architecture:
     turns: Mapping[str, Sequence[str]] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     encoder: bool = False
-    own_header: bool = False
+    reads_header: bool = False
 
     def refuses(self, config: PretrainedConfig) -> str | None:
         """Why llama.cpp would compute another function than this model, or None."""

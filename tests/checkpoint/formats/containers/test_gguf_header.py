@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from compress.checkpoint.containers.gguf_header import open_reader
+from compress.checkpoint.containers.gguf_header import architecture_of_file, open_reader
 from compress.checkpoint.inspection import inspect
 from compress.errors import ModelError
 
@@ -25,7 +25,6 @@ def array(kind, count, data=b""):
 
 
 ARCHITECTURE = text("general.architecture") + struct.pack("<I", 8) + text("llama")
-
 BOMBS = {
     "an array of 2^62 numbers": (header(array(0, 2**62)), "states 4611686018427387904"),
     "an array of 2^62 texts": (header(array(8, 2**62)), "states 4611686018427387904"),
@@ -79,3 +78,14 @@ def test_a_header_of_either_order_of_bytes_is_read(tmp_path):
         writer.write_tensors_to_file()
         writer.close()
         assert open_reader(path).fields["tokens"].contents() == ["a", "bc"]
+
+
+def test_the_architecture_is_read_without_the_values_after_it(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(header(text("a") + struct.pack("<II", 4, 1), ARCHITECTURE, array(0, 2**62)))
+    assert architecture_of_file(file) == "llama"
+    file.write_bytes(header(text("a") + struct.pack("<II", 4, 1)))
+    assert architecture_of_file(file) is None
+    file.write_bytes(header(array(0, 2**62), ARCHITECTURE))
+    with pytest.raises(ValueError, match="states 4611686018427387904"):
+        architecture_of_file(file)

@@ -6,7 +6,7 @@
 
 MODEL: the dense folder, measured in float32 and bfloat16 by transformers and, with --torchao-python, through torchao in
 int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8", and with compile=False (transformers
-generates, without recorded steps). FILE: run by llama.cpp and by compress. --compiled adds the dense model compiled by
+generates, without recorded steps). FILE: run by llama.cpp and by compress, also in bfloat16. --compiled adds the dense model compiled by
 torch.compile. Every program is a process of its own; all are loaded, and then measured one after the other, round after
 round, so that they meet the same machine. --vllm and --mlx: a checkpoint that vLLM runs in its own dtype, and a folder of
 format mlx. --llama-python and others: a Python with that program, if it is not this one. One JSON line per program:
@@ -75,6 +75,7 @@ def programs(given: argparse.Namespace) -> dict[str, list[str]]:
         found[f"compress {name}, int8 inputs"] = [*ours, "load-int8", source, "auto"]
         found[f"compress {name}, not recorded"] = [*ours, "load-plain", source, "auto"]
     if given.gguf:
+        found[f"compress {Path(given.gguf).name}, bfloat16"] = [*ours, "load", given.gguf, "bfloat16"]
         found[f"llama.cpp {Path(given.gguf).name}"] = [
             given.llama_python,
             str(HERE / "peer_llamacpp.py"),

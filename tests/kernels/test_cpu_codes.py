@@ -97,10 +97,53 @@ def test_float32_inputs_are_rounded_to_bfloat16_where_torch_may_do_so(chosen, sy
         for batch in (1, 5, 30):
             x = random(batch, 320, seed=batch)
             actual = dispatch.linear(x, [part], None, None)
-            inputs = x.bfloat16().float() if chosen.endswith("_bf16") else x
-            assert near(actual, exact(part, inputs, None, None), x.dtype)
+            assert near(actual, exact(part, narrowed(x, chosen), None, None), x.dtype)
     finally:
         torch.set_float32_matmul_precision(original)
+
+
+FEW = 8  # rows of inputs that are not multiplied in tile registers
+
+
+@pytest.mark.skipif("amx_bf16" not in SETS, reason="the processor has no tile registers")
+@settings(max_examples=100)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 700),
+    st.integers(2, 8),
+    st.sampled_from([16, 32, 48, 64, 96, 512, "channel"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(FEW + 1, 200),
+    st.integers(0, 999),
+)
+def test_tile_registers_multiply_as_vectors_do(
+    rows, width, bits, group, symmetric, rounded, grouped, dtype, batch, seed
+):
+    """Blocks of 1 to 32 rows; steps of 16 and of 32 columns; sums of groups that panels divide, with zero points."""
+    width = -(-width // group) * group if grouped and group != "channel" else width
+    part = part_of(rows, width, bits, group if group == "channel" else min(group, width), symmetric, seed=seed)
+    quantizer = InputRounding.of(INT8, group=group if grouped and group != "channel" else None)
+    rounding = quantizer if rounded else None
+    x = random(batch, width, seed=seed + 1).bfloat16().to(dtype)
+    part.narrow_inputs = True
+    found = {}
+    try:
+        for name in ("amx_bf16", "generic"):
+            library().compress_use(name.encode())
+            found[name] = dispatch.linear(x, [part], rounding, None)
+    finally:
+        library().compress_use(SETS[0].encode())
+    assert near(found["amx_bf16"], found["generic"], dtype, size_of_terms(part, x))
+
+
+def narrowed(x, chosen):
+    """Float32 inputs as an instruction set multiplies them where it may round them to bfloat16."""
+    if not chosen.endswith("_bf16") or (chosen == "amx_bf16" and len(x) <= FEW):
+        return x
+    return x.bfloat16().float()
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.85])

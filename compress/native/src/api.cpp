@@ -36,6 +36,9 @@ const Set *sets() {
     using namespace compress_cpu;
     static const Set found[] = {
 #if defined(__x86_64__)
+#if defined(COMPRESS_AMX_BF16)
+        {"amx_bf16", COMPRESS_FUNCTIONS(amx_bf16), has_amx_bf16()},
+#endif
 #if defined(COMPRESS_AVX512_BF16)
         {"avx512_bf16", COMPRESS_FUNCTIONS(avx512_bf16), has_avx512_bf16()},
 #endif

@@ -1,7 +1,10 @@
 // Features of the processor for each instruction set; a set needs all of them.
 #pragma once
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(COMPRESS_AMX_BF16) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -20,6 +23,19 @@ inline bool has_avx512() {
 }
 
 inline bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+#if defined(COMPRESS_AMX_BF16)
+// Linux gives the tile registers to a process that asks for them: Documentation/arch/x86/xstate.rst.
+inline bool has_amx_bf16() {
+#if defined(__linux__)
+    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+           __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 #endif
 
 #if defined(__aarch64__)

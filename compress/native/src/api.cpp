@@ -40,10 +40,13 @@ const Set *sets() {
         {"amx_bf16", COMPRESS_FUNCTIONS(amx_bf16), has_amx_bf16()},
 #endif
 #if defined(COMPRESS_AVX512_BF16)
-        {"avx512_bf16", COMPRESS_FUNCTIONS(avx512_bf16), has_avx512_bf16()},
+        {"avx512_bf16", COMPRESS_FUNCTIONS(avx512_bf16), has_avx512_bf16() && fast_pairs()},
 #endif
 #if defined(COMPRESS_AVX512)
         {"avx512", COMPRESS_FUNCTIONS(avx512), has_avx512()},
+#endif
+#if defined(COMPRESS_AVX512_BF16)
+        {"avx512_bf16", COMPRESS_FUNCTIONS(avx512_bf16), has_avx512_bf16() && !fast_pairs()},
 #endif
 #if defined(COMPRESS_AVX2)
         {"avx2", COMPRESS_FUNCTIONS(avx2), has_avx2()},

@@ -20,6 +20,7 @@ from compress.errors import CannotRun, ModelError, call_foreign, one_line
 from compress.models.computation import HALVES, mark_kept, mark_read
 from compress.models.kinds.contract import own_classes
 from compress.models.quiet import BUILDING
+from compress.numerics.dtype_names import dtype_hint
 
 TRUST = "set trust_remote_code: true to run it, if you trust its author"
 
@@ -39,9 +40,14 @@ def _check_entries(values: Mapping[str, Any], source: str, trust_remote_code: bo
 
     Raises:
         ModelError: for a model that needs its own code, which is not trusted.
-        ValueError: for entries that `check_config` refuses.
+        ValueError: for entries that `check_config` refuses, and a dtype that torch does not have.
     """
     check_config(values, trust_remote_code)
+    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
+        for key in ("dtype", "torch_dtype"):
+            name = part.get(key)
+            if isinstance(name, str) and name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
+                raise ValueError(f"its {key} {name!r} is not known{dtype_hint(name)}")
     auto_map = values.get("auto_map")
     if not trust_remote_code and isinstance(auto_map, dict) and values.get("model_type") not in CONFIG_MAPPING:
         raise ModelError(f"model: {source} needs its own code ({auto_map.get('AutoConfig')}); {TRUST}")

@@ -247,6 +247,10 @@ def lose(name):
 
 UP = "model.layers.1.mlp.up_proj.weight"
 DAMAGES = {
+    "unknown dtype": (
+        lambda f: edit(f / "config.json", dtype="fp16"),
+        r"config\.json \(its dtype 'fp16' is not known; did you mean 'float16'\?\)",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), r"has no readable config\.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), r"has no readable config\.json.*not a valid JSON"),
     "unknown type": (

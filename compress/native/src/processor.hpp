@@ -2,6 +2,7 @@
 #pragma once
 
 #if defined(COMPRESS_AMX_BF16) && defined(__linux__)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -32,8 +33,10 @@ inline bool fast_pairs() { return !__builtin_cpu_is("intel"); }
 inline bool has_amx_bf16() {
 #if defined(__linux__)
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-           __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+    constexpr unsigned AMX = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE and AMX-INT8 in EDX of leaf 7
+    unsigned a, b, c, d;  // not __builtin_cpu_supports, which does not know these names in every compiler
+    return has_avx512_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX) == AMX &&
+           syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
 #else
     return false;
 #endif

@@ -6,10 +6,11 @@
 
 MODEL: the dense folder, measured in float32 and bfloat16 by transformers and, with --torchao-python, through torchao in
 int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8", and with compile=False (transformers
-generates, without recorded steps). FILE: run by llama.cpp and by compress, also in bfloat16. --compiled adds the dense model compiled by
-torch.compile. Every program is a process of its own; all are loaded, and then measured one after the other, round after
-round, so that they meet the same machine. --vllm and --mlx: a checkpoint that vLLM runs in its own dtype, and a folder of
-format mlx. --llama-python and others: a Python with that program, if it is not this one. One JSON line per program:
+generates, without recorded steps). FILE: run by llama.cpp and by compress, also in bfloat16. --compiled adds the dense
+model compiled by torch.compile. Every program is a process of its own; all are loaded, and then measured one after the
+other, round after round, so that they meet the same machine. --vllm and --mlx: a checkpoint that vLLM runs in its own
+dtype, and a folder of format mlx. --llama-python and others: a Python with that program, if it is not this one. One JSON
+line per program:
 
     name, mb (of the files of weights), decode N (tokens per second, 1 sequence, after a prompt of N tokens), prefill (of 512 tokens), and for each of
     them its ratio (median over the rounds of its rate relative to the faster dense model of that round)

@@ -43,7 +43,8 @@ def _check_entries(values: Mapping[str, Any], source: str, trust_remote_code: bo
         ValueError: for entries that `check_config` refuses, and a dtype that torch does not have.
     """
     check_config(values, trust_remote_code)
-    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
+    nested = [value for value in values.values() if isinstance(value, dict) and "model_type" in value]
+    for part in (values, *nested):
         for key in ("dtype", "torch_dtype"):
             name = part.get(key)
             if isinstance(name, str) and name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):

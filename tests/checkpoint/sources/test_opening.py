@@ -251,6 +251,12 @@ DAMAGES = {
         lambda f: edit(f / "config.json", dtype="fp16"),
         r"config\.json \(its dtype 'fp16' is not known; did you mean 'float16'\?\)",
     ),
+    "unknown dtype of a part": (
+        lambda f: edit(
+            f / "config.json", other={"dtype": "int4"}, text_config={"model_type": "llama", "dtype": "fp16"}
+        ),
+        r"its dtype 'fp16' is not known",  # other entries are not checked
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), r"has no readable config\.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), r"has no readable config\.json.*not a valid JSON"),
     "unknown type": (

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import Checkpoint, state_masks
 from compress.checkpoint.containers.files import user_path
+from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.inference import allow_narrow_inputs, round_activations, share_inputs
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
@@ -39,8 +40,9 @@ def load(
     Args:
         dtype: dtype of computation. 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor
             without instructions for bfloat16 products, where bfloat16 is several times slower. Where CPU kernels
-            compute a packed bfloat16 model, 'auto' has float32 activations; weights stay as they are stored, and
-            products may round their inputs to bfloat16.
+            compute a packed bfloat16 model or a .gguf file, 'auto' has float32 activations; weights stay as they are
+            stored, and products may round their inputs to bfloat16 (those of llama.cpp round them to 8 bits). The
+            name of a dtype is exact: with 'float32' products round nothing.
         compile: how `generate` decodes. None: on the CPU, by traced steps where this is possible: the operations of the
             first step run again without Python. True: the same, or by torch.compile with a static cache. False: by
             transformers.
@@ -65,8 +67,9 @@ def load(
     model = checkpoint.fill().eval().requires_grad_(trainable)
     _, widened_from = checkpoint.dtypes
     if widened_from is not None:
-        allow_narrow_inputs(model)
         remember_storage(model, widened_from)
+    if widened_from is not None or (dtype == "auto" and isinstance(checkpoint.format, GGUF)):
+        allow_narrow_inputs(model)
     if activations is not None:
         round_activations(model, activations)
     state_masks(model.config, checkpoint.stated.masked)

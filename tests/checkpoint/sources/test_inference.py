@@ -43,6 +43,22 @@ def test_activations_are_float32_and_weights_stay_bfloat16(packed):
 
 
 @torch.no_grad()
+def test_products_of_a_gguf_file_round_their_inputs_unless_a_dtype_is_named(recipe, tmp_path):
+    asked = recipe(RTN(weights="int4_signed", group_size=32), save={"format": "gguf"}, eval=None)
+    compress.run(asked, tmp_path / "out", progress=False)
+    models = {dtype: compress.load(tmp_path / "out" / "model.gguf", dtype)[0] for dtype in ("auto", "float32")}
+    for dtype, model in models.items():
+        assert model.dtype == torch.float32
+        layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
+        assert layers and all(part.narrow_inputs == (dtype == "auto") for m in layers for part in m.all_parts)
+    ids = torch.arange(1, 60).view(1, -1)
+    with dispatch.plain_torch():
+        wanted = models["float32"](ids).logits
+    assert (models["auto"](ids).logits - wanted).abs().max() < 0.05
+    torch.testing.assert_close(models["float32"](ids).logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
 def test_the_logits_are_those_of_float32(packed):
     ids = torch.arange(1, 60).view(1, -1)
     model, exact = compress.load(packed)[0], compress.load(packed, dtype="float32")[0]

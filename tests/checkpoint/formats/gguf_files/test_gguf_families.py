@@ -127,7 +127,7 @@ def test_the_codes_of_experts_are_stacked_and_stay_as_they_are(mixture, recipe, 
     made = compress.run(asked, tmp_path / "out", progress=False)
     assert made.report["verified"]["own"] <= LOGITS and "moe_intermediate_size" in made.report["verified"]["skipped"]
     stored = tensors_of(tmp_path / "out")
-    model, _ = compress.load(tmp_path / "out" / FILE)
+    model, _ = compress.load(tmp_path / "out" / FILE, "float32")
     for number in range(4):
         for kind in ("gate", "up", "down"):
             tensor = stored[f"blk.1.ffn_{kind}_exps.weight"]
@@ -136,7 +136,7 @@ def test_the_codes_of_experts_are_stacked_and_stay_as_they_are(mixture, recipe, 
             assert torch.equal(values(tensor)[number], layer.weight_as(torch.float32))
     gate = stored["blk.1.ffn_gate_inp_shexp.weight"]  # a vector, which llama.cpp does not quantize
     assert gate.tensor_type.name == "F32" and [int(size) for size in gate.shape] == [64]
-    in_folder, _ = compress.load(tmp_path / "out")
+    in_folder, _ = compress.load(tmp_path / "out", "float32")
     assert torch.allclose(in_folder(IDS).logits, model(IDS).logits, atol=1e-5)  # its embedding is dense
 
 

@@ -3,8 +3,9 @@
     python eval/benchmarks/wide.py --folder DIR [SHAPE...] [--passes NAME...] [--memory 9] [--threads 2] [--sequences 8] \
         [--length 256] [--divide 1] [--peer-python ENV/bin/python]
 
-SHAPE: a name of SHAPES; all by default. The weights are random, the vocabulary has 1,024 tokens. Each pass runs in a
-separate process, which may take --memory GB (RLIMIT_DATA). DIR holds the models and, for each pass, a file with its
+SHAPE: a name of SHAPES; all by default. NAME: one of PASSES, or a recipe in recipes/, whose passes are run; by default
+PASSES, then each other pass by the recipe of its name. The weights are random, the vocabulary has 1,024 tokens. Each
+pass runs in a separate process, which may take --memory GB (RLIMIT_DATA). DIR holds the models and, for each pass, a file with its
 figures: the same command continues after a crash, and runs nothing again. --divide makes every width smaller.
 --peer-python: a Python with llm-compressor, whose methods of the same kind are run on the same model (peer_wide.py); it
 may take any memory.
@@ -64,6 +65,10 @@ PASSES: dict[str, list[dict[str, Any]]] = {
     "signround": [{"signround": {"iterations": 20}}],
 }
 """Passes by the name of their line."""
+RECIPES = Path(__file__).parents[2] / "recipes"
+OF_WHOLE_MODELS = {"drop_blocks"}
+"""Passes that one block is too small for."""
+OF_MIXTURES = {"drop_experts"}
 PEER: dict[str, str] = {
     "rtn": "rtn",
     "gptq": "gptq",
@@ -81,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", default=list(SHAPES))
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="NAME")
+    parser.add_argument("--passes", nargs="+", metavar="NAME")
     for name, value in (("memory", 9.0), ("threads", 2), ("sequences", 8), ("length", 256), ("divide", 1)):
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--peer-python", metavar="PATH")
@@ -97,10 +102,28 @@ def main() -> None:
     print("| shape | pass | seconds | CPU seconds | peak MB | output error |\n|---|---|---|---|---|---|")
     for shape in arguments.shapes:
         model_of(arguments, shape)
-        for name in arguments.passes:
+        for name in arguments.passes or names_for(shape):
             print(line(shape, name, figures(arguments, shape, name)), flush=True)
             if arguments.peer_python and name in PEER:
                 print(line(shape, f"llm-compressor {PEER[name]}", of_peer(arguments, shape, PEER[name])), flush=True)
+
+
+def names_for(shape: str) -> list[str]:
+    """The rows of a shape: PASSES, and each pass without a row there by the recipe of its name."""
+    import compress
+
+    left_out = OF_WHOLE_MODELS | (set() if "num_experts" in SHAPES[shape] else OF_MIXTURES)
+    rows = {next(iter(step)) for steps in PASSES.values() for step in steps}
+    return [*PASSES, *sorted(set(compress.PASSES) - rows - left_out)]
+
+
+def passes_of(name: str) -> list[dict[str, Any]]:
+    """The passes of a row, as a recipe states them."""
+    if name in PASSES:
+        return PASSES[name]
+    import yaml
+
+    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["passes"]
 
 
 def model_of(arguments: argparse.Namespace, shape: str) -> Path:
@@ -174,7 +197,7 @@ def measured(model: Path, name: str, arguments: argparse.Namespace) -> dict[str,
             "model": str(model),
             "dtype": "float32",
             "calibration": {"source": str(calibration), "sequences": None, "length": None},
-            "passes": PASSES[name],
+            "passes": passes_of(name),
             "eval": None,
             "save": {"format": "native", "verify": "own"},
         }

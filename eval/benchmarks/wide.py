@@ -11,7 +11,8 @@ figures: the same command continues after a crash, and runs nothing again. --div
 may take any memory.
 
 Prints a table: seconds and CPU seconds from opening the model to the checkpoint on disk, the peak of the process
-(ru_maxrss) in MB, and the relative error of the block's output on as many other sequences. The seconds of the peer are
+(ru_maxrss) in MB, and the relative error of the block's output on as many other sequences; none where a pass rotates
+or cuts the hidden states, so that the block has other inputs. The seconds of the peer are
 those of its method on the loaded model, without writing anything.
 """
 
@@ -173,13 +174,12 @@ def run_once(kept: Path, command: list[str], threads: int) -> dict[str, Any]:
 def line(shape: str, name: str, row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"| {shape} | {name} | {row['failed']} | | | |"
-    seconds, processor_seconds, peak, error = (
-        row[n] for n in ("seconds", "processor_seconds", "peak_mb", "output_error")
-    )
-    return f"| {shape} | {name} | {seconds:.1f} | {processor_seconds:.1f} | {peak:.0f} | {error:.4f} |"
+    seconds, processor_seconds, peak = (row[n] for n in ("seconds", "processor_seconds", "peak_mb"))
+    error = "" if row["output_error"] is None else f"{row['output_error']:.4f}"
+    return f"| {shape} | {name} | {seconds:.1f} | {processor_seconds:.1f} | {peak:.0f} | {error} |"
 
 
-def measured(model: Path, name: str, arguments: argparse.Namespace) -> dict[str, float]:
+def measured(model: Path, name: str, arguments: argparse.Namespace) -> dict[str, float | None]:
     """Compress the model in this process, and compare the outputs."""
     limit = int(arguments.memory * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -218,27 +218,30 @@ def measured(model: Path, name: str, arguments: argparse.Namespace) -> dict[str,
     }
 
 
-def output_error(model: Path, compressed: Path, ids: Any) -> float:
-    """||Y' - Y|| / ||Y|| of what the block adds to its inputs."""
+def output_error(model: Path, compressed: Path, ids: Any) -> float | None:
+    """||Y' - Y|| / ||Y|| of what the block adds to its inputs; None if the inputs differ."""
     import torch
 
     import compress
 
-    outputs = []
+    inputs, added = [], []
     for folder in (model, compressed):
-        (loaded, _), added = compress.load(str(folder), dtype="float32"), []
+        (loaded, _), seen = compress.load(str(folder), dtype="float32"), []
         block = loaded.model.layers[0]
         block.register_forward_hook(
-            lambda module, inputs, output, added=added: added.append(
-                (output[0] if isinstance(output, tuple) else output) - inputs[0]
+            lambda module, given, output, seen=seen: seen.append(
+                (given[0], (output[0] if isinstance(output, tuple) else output) - given[0])
             ),
         )
         with torch.inference_mode():
             for sequence in ids:
                 loaded(sequence[None].long())
-        outputs.append(torch.cat(added))
+        inputs.append(torch.cat([x for x, _ in seen]))
+        added.append(torch.cat([y for _, y in seen]))
         del loaded, block
-    return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
+    if inputs[0].shape != inputs[1].shape or not torch.allclose(*inputs, rtol=0.01, atol=0.01 * float(inputs[0].std())):
+        return None
+    return float((added[1] - added[0]).norm() / added[0].norm())
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ class RowStream:
     """The calibration rows of a stream, in turns from `AT_ONCE` of its files, from a position that can be stored.
 
     The seed chooses the order of the files. A file is opened when its first row is read. Rows of one file stay in their
-    order. Rows of a data set that can be read in any order are shuffled. At the end, `begin_again` starts a new round,
-    with the same files in another order.
+    order. Rows of a data set that can be read in any order are shuffled, and divided as if into files. At the end,
+    `begin_again` starts a new round, with the same files in another order.
 
     Several processes read different rows: different files, or, if there are fewer files than processes, the rows of all
     files by turns. The limit `max_documents` is that of all processes together.
@@ -92,7 +92,8 @@ class RowStream:
         self.source, self.seed, self.rank, self.processes = source, seed, rank, processes
         data_set = opened_data_set(source, "calibration")
         if hasattr(data_set, "select"):
-            data_set = data_set.shuffle(seed=seed).to_iterable_dataset()
+            parts = max(1, min(processes, len(data_set)))
+            data_set = data_set.shuffle(seed=seed).to_iterable_dataset(num_shards=parts)
         self._data_set, self._files_count = data_set, data_set.num_shards
         self.round = 0
         self._begin()

@@ -222,7 +222,7 @@ class TrainingText:
 
     def record(self) -> dict[str, Any]:
         """Return JSON values on which the sequences depend."""
-        texts = [source.model_dump(mode="json") for source in self.sources]
+        texts = [source.model_dump(mode="json", include=set(TextSource.model_fields)) for source in self.sources]
         numbers = {"sequences": self.sequences, "length": self.length, "seed": self.seed}
         return {"texts": texts, "weights": self.weights, **numbers}
 

@@ -190,10 +190,13 @@ def stream_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
         if count is None:
             continue
         if not count or not calibration.streams():
-            advice = "with steps instead of epochs it reads new ones of the stream"
-            if not calibration.streams():
-                advice = "to read new ones in every step, write streaming: true for every text, and steps"
-            notes.append(f"{label}: trains on the {calibration.sequences} sequences of the calibration; {advice}")
+            remedies = ["steps instead of epochs"] * (not count) + ["self_share: 0"] * bool(calibration.self_share)
+            is_whole = all(text.streaming or text.sampled for text, _ in calibration.texts())
+            remedies += [] if is_whole else ["streaming: true for every text"]
+            notes.append(
+                f"{label}: trains on the {calibration.sequences} sequences of the calibration; to read new ones of the "
+                f"stream in every step, write {' and '.join(remedies)}"
+            )
         elif problem is not None:
             raise RecipeError(f"{label}: {problem}")
         else:

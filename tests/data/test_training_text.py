@@ -2,9 +2,12 @@
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from encoders import VOCAB
@@ -141,6 +144,21 @@ def test_a_stored_position_goes_on_with_the_same_sequences(folder, on_disk, text
         assert not read_before & set(tokenizer.texts[begun:])
     ids(stream, 30, taken)
     assert again.uses() == stream.uses() and len({use["sha256"] for use in again.uses()}) == 1
+
+
+def test_a_position_inside_of_a_file_is_exact(tmp_path):
+    """Of a file whose rows are stored in several groups, after any number of stops."""
+    place = tmp_path / "groups"
+    place.mkdir()
+    rows = [f"row {row}" for row in range(50)]
+    pq.write_table(pa.table({"text": rows}), place / "a.parquet", row_group_size=7)
+    read, position = [], RowStream(source(place), 0).state()
+    while len(read) < len(rows):
+        stream = RowStream(source(place), 0)
+        stream.resume(position)
+        read += [row["text"] for row in islice(stream, 3)]
+        position = json.loads(json.dumps(stream.state()))
+    assert read == rows
 
 
 def rows_of(folder: Path, rank: int, processes: int, **options) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from encoders import tokenizer
 from killing import Killed, dying
 from safetensors.torch import load_file
+from test_two_processes import KINDS as LAUNCHERS
 from test_two_processes import ended, launched
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig
@@ -180,13 +181,15 @@ def test_a_run_trains_on_the_stream_and_the_plan_says_what_it_reads(pico, folder
 
 def test_epochs_train_on_the_sequences_of_the_calibration(pico, folder, tmp_path):
     chain = recipe(pico, folder, compress.Finetune(epochs=1, batch=2))
-    note = "trains on the 4 sequences of the calibration; with steps instead of epochs it reads new ones of the stream"
-    assert any(note in text for text in compress.plan(chain).notes)
+    note = "trains on the 4 sequences of the calibration; to read new ones of the stream in every step, write "
+    assert any(f"{note}steps instead of epochs" in text for text in compress.plan(chain).notes)
     (record,) = compress.run(chain, tmp_path / "out", progress=False).measured.training.values()
     assert record.steps == 2 and record.streams == []
     mixture = [{"source": str(folder), "streaming": True}, {"source": "embedded"}]
     mixed = recipe(pico, folder, compress.Finetune(steps=2), mixture=mixture, dataset=None, streaming=False)
-    assert any("write streaming: true for every text, and steps" in text for text in compress.plan(mixed).notes)
+    assert any(f"{note}streaming: true for every text" in text for text in compress.plan(mixed).notes)
+    sampled = recipe(pico, folder, compress.Finetune(epochs=1), self_share=0.5)
+    assert any(f"{note}steps instead of epochs and self_share: 0" in text for text in compress.plan(sampled).notes)
 
 
 def test_stored_outputs_of_a_teacher_need_a_fixed_set(pico, folder, pico_model):
@@ -245,15 +248,16 @@ def tensors_of(place: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_two_processes_read_different_files_and_go_on_after_a_kill(pico, folder, tmp_path):
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_two_processes_read_different_files_and_go_on_after_a_kill(pico, folder, tmp_path, kind):
     command = launch(pico, folder, tmp_path / "whole")
-    ended(launched(command, 2))
+    ended(launched(command, 2, kind))
     uses = streams_of(tmp_path / "whole")
     assert [(use["rank"], use["sequences"]) for use in uses] == [(0, 24), (1, 24)]
     assert uses[0]["sha256"] != uses[1]["sha256"]
 
     command = launch(pico, folder, tmp_path / "killed")
-    started = launched(command, 2)
+    started = launched(command, 2, kind)
     state = tmp_path / "killed" / "out" / ".compress" / "passes" / "passes-1--distill" / "training.safetensors"
     for _ in range(12000):
         if state.exists() or any(process.poll() is not None for process in started):
@@ -264,7 +268,7 @@ def test_two_processes_read_different_files_and_go_on_after_a_kill(pico, folder,
         process.terminate()
     for process in started:
         process.wait()
-    ended(launched(command, 2))
+    ended(launched(command, 2, kind))
     assert "training resumes" in (tmp_path / "killed" / "out" / "report.json").read_text()
     assert streams_of(tmp_path / "killed") == uses
     others = tensors_of(tmp_path / "killed")

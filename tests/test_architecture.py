@@ -113,6 +113,7 @@ MANY_IMPORTS: dict[str, str] = {
     "compress.pipeline.model_free": "reads, quantizes, writes and verifies a folder of tensors",
     "compress.pipeline.verify": "compares a checkpoint with its source through every reader",
     "compress.checkpoint.checkpoint": "everything that a checkpoint states, and its weights in a model",
+    "compress.passes.contract.context": "every service that a run offers its passes",
     "compress.passes.prepare.rotate": "rotates every kind of link of a block",
     "compress.passes.reshape.narrow": "removes channels, heads and experts",
     "compress.passes.families.learned_rotations": "trains rotations of every link of a model",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import count, islice
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from os.path import expanduser, realpath
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def told_of(part: Part, label: str, place: str) -> Iterator[None]:
 
 
 def dataset_rows(source: TextSource, part: Part, seed: int = 0) -> Iterator[Any]:
-    """Yield the first `max_documents` rows of a data set's split; a stream gives calibration rows `in_turns`.
+    """Yield the first `max_documents` rows of a data set's split; a stream gives calibration rows as `RowStream` does.
 
     A folder may be one that `save_to_disk` wrote, or hold files of any form that the library reads. Raises
     CalibrationError: no such data set, configuration, split or revision, an unreachable hub.
@@ -50,45 +50,124 @@ def dataset_rows(source: TextSource, part: Part, seed: int = 0) -> Iterator[Any]
         part: Calibration or test.
         seed: Of the choice of files, for the calibration part of a stream.
     """
-    path = local_path(source)
-    check_local(source, part)
-    place = "could not be loaded from the hub" if path is None else "could not be read"
-    with told_of(part, source.label, place):
-        data_set = _rows(source, part, path)
-        rows = in_turns(data_set, seed) if source.streaming and part == "calibration" else iter(data_set)
+    if source.streaming and part == "calibration":
+        yield from RowStream(source, seed)
+        return
+    data_set = opened_data_set(source, part)
+    with reported(source, part):
+        rows = iter(data_set)
     for _ in count() if source.max_documents is None else range(source.max_documents):
-        with told_of(part, source.label, place):  # not around `yield`: the errors of who reads the rows are their own
+        with reported(source, part):  # not around `yield`: the errors of who reads the rows are their own
             row = next(rows, END)
         if row is END:
             return
         yield row
 
 
-def in_turns(rows: Any, seed: int) -> Iterator[Any]:
-    """Yield all rows of a data set in turns from `AT_ONCE` of its files; the seed chooses the order of the files.
+def opened_data_set(source: TextSource, part: Part) -> Any:
+    """Open a data set without reading its rows. Raises CalibrationError."""
+    check_local(source, part)
+    with reported(source, part):
+        return _rows(source, part, local_path(source))
 
-    A file is opened when its first row is read. Rows of one file stay in their order. Rows of a data set that can be
-    read in any order are shuffled.
+
+def reported(source: TextSource, part: Part) -> AbstractContextManager[None]:
+    """Raise every failure of reading a data set as CalibrationError."""
+    place = "could not be loaded from the hub" if local_path(source) is None else "could not be read"
+    return told_of(part, source.label, place)
+
+
+class RowStream:
+    """The calibration rows of a stream, in turns from `AT_ONCE` of its files, from a position that can be stored.
+
+    The seed chooses the order of the files. A file is opened when its first row is read. Rows of one file stay in their
+    order. Rows of a data set that can be read in any order are shuffled, and divided as if into files. At the end,
+    `begin_again` starts a new round, with the same files in another order.
+
+    Several processes read different rows: different files, or, if there are fewer files than processes, the rows of all
+    files by turns. The limit `max_documents` is that of all processes together.
     """
-    if hasattr(rows, "select"):
-        yield from rows.shuffle(seed=seed)
-        return
-    files_count = getattr(rows, "num_shards", 1)
-    if files_count == 1:
-        yield from rows
-        return
-    order = list(range(files_count))
-    random.Random(seed).shuffle(order)
-    files = (iter(rows.shard(num_shards=files_count, index=index)) for index in order)
-    reading = deque(islice(files, AT_ONCE))
-    while reading:
-        row = next(reading[0], END)
-        if row is END:
-            reading.popleft()
-            reading.extend(islice(files, 1))
-        else:
-            reading.rotate(-1)
-            yield row
+
+    def __init__(self, source: TextSource, seed: int, rank: int = 0, processes: int = 1) -> None:
+        self.source, self.seed, self.rank, self.processes = source, seed, rank, processes
+        data_set = opened_data_set(source, "calibration")
+        if hasattr(data_set, "select"):
+            parts = max(1, min(processes, len(data_set)))
+            data_set = data_set.shuffle(seed=seed).to_iterable_dataset(num_shards=parts)
+        self._data_set, self._files_count = data_set, data_set.num_shards
+        self.round = 0
+        self._begin()
+
+    @property
+    def own_files(self) -> bool:
+        """Whether the processes read different files."""
+        return self._files_count >= self.processes
+
+    def _begin(self) -> None:
+        """Move to the first row of a round."""
+        order = list(range(self._files_count))
+        random.Random(self.seed).shuffle(order)
+        self._order = order[self.rank :: self.processes] if self.own_files else order
+        if self.round:
+            random.Random(self.seed + self.round).shuffle(self._order)
+        self._count = self._next_file = 0
+        self._reading: deque[tuple[int, Any, Iterator[Any]]] = deque()
+
+    def begin_again(self) -> None:
+        """Start the next round."""
+        self.round += 1
+        self._begin()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            is_own = self.own_files or self._count % self.processes == self.rank
+            number = self.rank + self._count * self.processes if self.own_files else self._count
+            if self.source.max_documents is not None and number >= self.source.max_documents:
+                raise StopIteration
+            row = self._next_of_all()
+            if row is END:
+                raise StopIteration
+            self._count += 1
+            if is_own:
+                return row
+
+    def _next_of_all(self) -> Any:
+        """Return the next row that this process reads, or `END`."""
+        while True:
+            while len(self._reading) < AT_ONCE and self._next_file < len(self._order):
+                self._open(self._order[self._next_file], None)
+                self._next_file += 1
+            if not self._reading:
+                return END
+            with reported(self.source, "calibration"):
+                row = next(self._reading[0][2], END)
+            if row is not END:
+                self._reading.rotate(-1)
+                return row
+            self._reading.popleft()
+
+    def _open(self, file: int, state: Any) -> None:
+        """Begin to read a file, at a stored position unless it is None."""
+        shard = self._data_set.shard(num_shards=self._files_count, index=file)
+        if state is not None:
+            shard.load_state_dict(state)
+        self._reading.append((file, shard, iter(shard)))
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+        reading = [[file, shard.state_dict()] for file, shard, _ in self._reading]
+        return {"round": self.round, "count": self._count, "next_file": self._next_file, "reading": reading}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Move to a position that `state` returned for the same data set, seed and process."""
+        self.round = state["round"]
+        self._begin()
+        self._count, self._next_file = state["count"], state["next_file"]
+        for file, position in state["reading"]:
+            self._open(file, position)
 
 
 def local_path(source: TextSource) -> Path | None:

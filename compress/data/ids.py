@@ -176,9 +176,9 @@ class TextReading:
         tally = TextTally()
         pieces = self._pieces(tally)
         if self.source.streaming:
-            return *self._rows(encode(pieces, self.tokenizer, self.limit, STREAMED), count), tally
+            return *self.rows(encode(pieces, self.tokenizer, self.limit, STREAMED), count), tally
         encoded = encode(pieces, self.tokenizer, self.limit)
-        rows, tokens = self._rows(encoded, count)
+        rows, tokens = self.rows(encoded, count)
         complete = next(encoded, None) is None
         for _ in pieces:  # for the digest
             complete = False
@@ -192,7 +192,7 @@ class TextReading:
             tally = TextTally()
             most = None if tokens_read is None else max(PIECE, tokens_read * characters // (count * self.length))
             pool = draw(self._pieces(tally), characters, seed, most)
-            rows, tokens = self._rows(encode(pool.runs, self.tokenizer, limit), None)
+            rows, tokens = self.rows(encode(pool.runs, self.tokenizer, limit), None)
             if len(rows) >= count or not pool.partial:
                 return rows, None if pool.partial else tokens, tally
             characters *= 4
@@ -200,7 +200,7 @@ class TextReading:
     def _pieces(self, tally: TextTally) -> Iterator[Piece]:
         return shared(read_pieces(self.source, self.part, self.tokenizer, tally, self.seed), self.share)
 
-    def _rows(
+    def rows(
         self, encoded: Iterator[tuple[int, list[int]]], count: int | None
     ) -> tuple[Int[Tensor, "all length"], int]:
         """Return the sequences, and the number of tokens that were read for them. count: the most; None for all."""
@@ -387,19 +387,60 @@ def model_sample(
         examples, share = listed_sample(model, tokenizer, source, part, count, length, seed)
         facts = {"documents": share.of, "tokens": examples.tokens, "share": share if source.divided else None}
         return examples, TextUse.of_examples(source.label, part, examples).model_copy(update=facts)
-    kind, needed = adapter_of(model), None if source.stored else needs_tokenizer(tokenizer, part)
-    if needed is not None and length is not None and not kind.streams:
-        opening, closing = special_tokens_around(needed)
-        lengths = [text_length - len(opening + closing) for text_length in text_lengths(kind.texts, length)]
-        ids, use = sample(source, part, needed, count, sum(lengths), seed)
-        start, end = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (opening, closing))
-        texts = [torch.cat([start, text, end], dim=1) for text in ids.split(lengths, dim=1)]
+    if source.stored:
+        ids, use = sample(source, part, None, count, length, seed)
+        form = SequenceForm(model, (), tuple(text_lengths(adapter_of(model).texts, ids.shape[1])))
     else:
-        prefix = () if needed is None else opening_tokens(source, needed, part)
-        ids, use = sample(source, part, needed, count, length, seed, prefix)
-        texts = ids.split(text_lengths(kind.texts, ids.shape[1]), dim=1)
+        form = form_of(model, needs_tokenizer(tokenizer, part), source, part, length)
+        ids, use = sample(source, part, tokenizer, count, form.length, seed, form.prefix)
     check_vocabulary(ids, model, source, part)
-    return kind.examples(model, texts), use
+    return form.examples(ids), use
+
+
+@dataclass(frozen=True)
+class SequenceForm:
+    """How the tokens of a text become sequences of a model.
+
+    Attributes:
+        model: The model; it may be without weights.
+        prefix: Tokens that every sequence of the text begins with.
+        lengths: Tokens of each text of a sequence, without those around it.
+        around: Tokens before and after each text of a sequence.
+    """
+
+    model: PreTrainedModel
+    prefix: tuple[int, ...]
+    lengths: tuple[int, ...]
+    around: tuple[Sequence[int], Sequence[int]] = ((), ())
+
+    @property
+    def length(self) -> int:
+        """The tokens of a text that a sequence takes, with the prefix."""
+        return sum(self.lengths)
+
+    def examples(self, ids: Int[Tensor, "sequences length"]) -> Examples:
+        """Return the examples of rows of so many tokens."""
+        start, end = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in self.around)
+        texts = [torch.cat([start, text, end], dim=1) for text in ids.split(self.lengths, dim=1)]
+        return adapter_of(self.model).examples(self.model, texts)
+
+
+def form_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: TextSource,
+    part: Part,
+    length: int | None,
+) -> SequenceForm:
+    """Return how a text that is tokenized becomes sequences of `length` tokens (`model_sample`)."""
+    kind = adapter_of(model)
+    if length is None:
+        raise CalibrationError(f"{part}: length is missing; {source.label} text needs one, such as length 2048")
+    lengths = text_lengths(kind.texts, length)
+    if kind.streams:
+        return SequenceForm(model, tuple(opening_tokens(source, tokenizer, part)), tuple(lengths))
+    around = special_tokens_around(tokenizer)
+    return SequenceForm(model, (), tuple(n - sum(map(len, around)) for n in lengths), around)
 
 
 def check_vocabulary(

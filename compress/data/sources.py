@@ -181,7 +181,7 @@ def _documents(
     blank: bool = True,
 ) -> Iterator[Piece]:
     """Yield the pieces of the documents of rows (place, row). blank: whether blank rows are read, too."""
-    reader = RowReader(tokenizer, source.column, _template(source))
+    reader = row_reader(source, tokenizer)
     for tally.rows, (place, row) in enumerate(rows, start=1):
         if not blank and reader.is_blank(row):
             continue
@@ -190,6 +190,11 @@ def _documents(
         if document.form != "text":
             tally.templated.add(document.template)
         yield from pieces_of(tally.rows - 1, [document.text])
+
+
+def row_reader(source: TextSource, tokenizer: PreTrainedTokenizerBase | None) -> RowReader:
+    """Return what makes documents of the rows of a text."""
+    return RowReader(tokenizer, source.column, _template(source))
 
 
 def template_name(source: TextSource, tally: TextTally) -> str | None:

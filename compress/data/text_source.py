@@ -73,7 +73,8 @@ class TextSource(BaseModel):
     streaming: bool = Field(
         default=False,
         description="true: read only as many rows of the data set as the sequences need, for calibration in turns from "
-        "several of its files that the seed chooses; false: draw from its first max_documents rows",
+        "several of its files that the seed chooses, for training with steps new ones in every step; false: draw from "
+        "its first max_documents rows",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the hub")
     column: str | None = Field(

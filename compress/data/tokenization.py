@@ -78,11 +78,18 @@ def _long(pieces: Iterator[Piece], tokenizer: PreTrainedTokenizerBase, limit: in
         limit = None if limit is None else max(0, limit - len(ids))
 
 
-def join(encoded: Iterable[tuple[int, Sequence[int]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
-    """Yield the ids of documents, and the end-of-text token between two documents if there is one."""
+def join(
+    encoded: Iterable[tuple[int, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, previous: int | None = None
+) -> Iterator[Sequence[int]]:
+    """Yield the ids of documents, and the end-of-text token between two documents if there is one.
+
+    Args:
+        encoded: Documents by number, and their ids.
+        tokenizer: Has the end-of-text token.
+        previous: The number of the document before the first one; None if there is none.
+    """
     end_of_text: Any = tokenizer.eos_token_id
     between: list[int] = [] if end_of_text is None else [end_of_text]
-    previous = None
     for document, ids in encoded:
         if previous is not None and document != previous:
             yield between

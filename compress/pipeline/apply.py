@@ -19,6 +19,7 @@ from compress.models.experts import open_experts
 from compress.models.kinds.kinds import adapter_of
 from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import Pass
+from compress.pipeline.divide import training_text
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.given_data import examples_in
 from compress.pipeline.needs import check_original_given
@@ -95,6 +96,7 @@ def apply(
     open_original = None if teacher is None else partial(in_memory, teacher)
     check_original_given(resolved.steps, teacher is not None)
     services = {"open_teacher": teachers(passes, model, teacher, opened), "open_original": open_original}
-    run = run_of(resolved, journal, calibration=examples, **services)
+    stream = training_text(calibration, opened, recipe.seed) if isinstance(calibration, Calibration) else None
+    run = run_of(resolved, journal, calibration=examples, stream=stream, **services)
     engine(resolved, [] if examples is None else examples.batches(batch), probe, run, Memory())
     return model

@@ -23,6 +23,7 @@ from compress.pipeline.notes import (
     pass_notes,
     pruning_notes,
     storage_notes,
+    stream_notes,
     transform_notes,
     undeclared_notes,
 )
@@ -94,6 +95,7 @@ CHECKS: tuple[Check, ...] = (
     pruning_notes,
     pass_notes,
     calibration_notes,
+    stream_notes,
     transform_notes,
     check_servers,
     check_further_formats,

@@ -1,4 +1,4 @@
-"""Divide the calibration sequences over the processes of a launcher, and check before the run that this is possible."""
+"""Divide the calibration text over the processes of a launcher, and check before the run that this is possible."""
 
 from __future__ import annotations
 
@@ -6,10 +6,26 @@ import socket
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from compress.checkpoint.opened import OpenModel
+from compress.data.training_text import TrainingText
 from compress.errors import CalibrationError, UserError
 from compress.models.kinds.batch import Batch, Examples
 from compress.passes.contract.passes import Step, calibrates
 from compress.passes.contract.processes import Processes
+from compress.recipe.calibration import Calibration
+
+
+def training_text(calibration: Calibration, opened: OpenModel, seed: int) -> TrainingText | None:
+    """Return the texts of a calibration as streams, whose files the processes of a training divide.
+
+    None: a text is no stream, so that training reads the calibration sequences.
+    """
+    texts = calibration.streams()
+    if not texts or calibration.sequences is None or calibration.length is None:
+        return None
+    sources, weights = zip(*texts, strict=True)
+    numbers = calibration.sequences, calibration.length, seed
+    return TrainingText(sources, weights, opened.model, opened.tokenizer, *numbers)
 
 
 def own_batches(examples: Examples, batch: int, processes: Processes) -> list[Batch]:

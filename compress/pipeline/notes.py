@@ -176,6 +176,38 @@ def calibration_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
     return notes
 
 
+def stream_notes(resolved: ResolvedRecipe, facts: ModelFacts) -> list[str]:
+    """Return a note on what every training pass reads of a calibration text with a stream.
+
+    Raises:
+        RecipeError: for a pass that cannot read new sequences.
+    """
+    calibration, notes = resolved.recipe.calibration, []
+    if not any(text.streaming for text, _ in calibration.texts()):
+        return []
+    for label, step, _ in resolved.steps:
+        count, problem = step.requires.new_sequences, step.requires.fixed_text
+        if count is None:
+            continue
+        if not count or not calibration.streams():
+            remedies = ["steps instead of epochs"] * (not count) + ["self_share: 0"] * bool(calibration.self_share)
+            is_whole = all(text.streaming or text.sampled for text, _ in calibration.texts())
+            remedies += [] if is_whole else ["streaming: true for every text"]
+            notes.append(
+                f"{label}: trains on the {calibration.sequences} sequences of the calibration; to read new ones of the "
+                f"stream in every step, write {' and '.join(remedies)}"
+            )
+        elif problem is not None:
+            raise RecipeError(f"{label}: {problem}")
+        else:
+            length = calibration.length or 0
+            notes.append(
+                f"{label}: every process reads {count:,} sequences of {length} tokens of the stream, "
+                f"{count * length:,} tokens, when its steps need them; a text that ends begins again"
+            )
+    return notes
+
+
 def check_experts(resolved: ResolvedRecipe, facts: ModelFacts) -> tuple[str, ...]:
     """Raise RecipeError for options of the calibration of experts if the model has none."""
     calibration, defaults = resolved.recipe.calibration, Calibration()

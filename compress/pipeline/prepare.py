@@ -21,7 +21,7 @@ from compress.passes.contract.journal import Journal
 from compress.passes.contract.passes import calibrates
 from compress.passes.contract.processes import ALONE, Processes
 from compress.pipeline.checkpoint import Manifest, open_folder, recorded_inputs
-from compress.pipeline.divide import check_divided, check_same_inputs
+from compress.pipeline.divide import check_divided, check_same_inputs, training_text
 from compress.pipeline.output import check_folder, check_inner_folders, check_space
 from compress.pipeline.plan import Plan, plan_of
 from compress.pipeline.provenance import UNKNOWN, code_of, identity, inputs_of, written
@@ -154,5 +154,6 @@ def prepare(
         manifest.complete = False
     if manifest.complete:
         journal.add("note", "resume", "the checkpoint is already complete; it is only checked and evaluated again")
-    run, uses = replace(run, calibration=examples), (*uses, *(use for _, use in evaluated))
+    stream = training_text(recipe.calibration, opened, recipe.seed)
+    run, uses = replace(run, calibration=examples, stream=stream), (*uses, *(use for _, use in evaluated))
     return Job(resolved, run, planned, examples, texts, manifest, recorded, given_bytes, uses, overlaps, accept)

@@ -119,6 +119,13 @@ class Calibration(Options, TextSource):
             texts.append(TextSource(source="self", **({} if self.mixture else self._stated(SAMPLING))))
         return list(zip(texts, shares(weights, self.sequences), strict=True))
 
+    def streams(self) -> list[tuple[TextSource, float]]:
+        """Return each text with its weight if all of them are streams, else nothing."""
+        texts: list[tuple[TextSource, float]] = [(self, 1.0)]
+        if self.mixture is not None:
+            texts = [(text, text.weight) for text in self.mixture]
+        return texts if not self.self_share and all(text.streaming for text, _ in texts) else []
+
     def with_source(self, source: str) -> Calibration:
         """Return the same shape with another text in place of the source, the data set or the mixture."""
         return Calibration(source=source, **self._shape())

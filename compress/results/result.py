@@ -127,6 +127,28 @@ class HeldOut(Record):
     held_out: float
 
 
+class StreamRecord(Record):
+    """What one process of a training has read of a stream.
+
+    Attributes:
+        text: Name of the text.
+        rank: Number of the process.
+        sequences: Number of sequences.
+        documents: Number of documents.
+        tokens: Number of tokens of these documents.
+        rounds: How often the text was begun.
+        sha256: Hash of the sequences in order, each with the hash of those before.
+    """
+
+    text: str
+    rank: int
+    sequences: int
+    documents: int
+    tokens: int
+    rounds: int
+    sha256: str
+
+
 class TrainingRecord(Record):
     """A pass that trained.
 
@@ -140,6 +162,7 @@ class TrainingRecord(Record):
         held_out: Indices of held-out sequences.
         best: The best loss on these sequences.
         curve: Values of each step by name.
+        streams: What each process has read of each stream; empty if the training read the sequences of the calibration.
     """
 
     first_loss: float
@@ -151,6 +174,7 @@ class TrainingRecord(Record):
     held_out: list[int]
     best: HeldOut | None
     curve: list[dict[str, int | float]]
+    streams: list[StreamRecord] = []
 
 
 class Predicted(Record):

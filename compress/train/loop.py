@@ -17,10 +17,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from compress.data.training_text import TrainingText
 from compress.errors import NumericError, RecipeError, ShortageError
 from compress.models.kinds.batch import Examples
 from compress.passes.contract.journal import Journal
+from compress.passes.contract.processes import ALONE, Processes
 from compress.train.checkpoint import digest, read_state, tensors_of, write_state
+from compress.train.feed import Part, feed_of, part_weights
 from compress.train.options import LoopOptions
 from compress.train.sharded import full, gather, shard_like
 from compress.train.student import Student
@@ -73,24 +76,6 @@ class CountedObjective(Protocol):
             weights: factors of the terms.
         """
         ...
-
-
-def part_weights(counts: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[tuple[float, ...]]:
-    """Return factors with which the mean over examples of the losses of parts is the mean over their items.
-
-    Args:
-        counts: items of each part, by term.
-        sizes: examples of each part.
-
-    Returns:
-        The factor of each term of each part; exactly 1 where every example has equally many items.
-    """
-    totals = [sum(terms) for terms in zip(*counts, strict=True)]
-    examples = sum(sizes)
-    return [
-        tuple(count * examples / (size * total) if total else 0.0 for count, total in zip(part, totals, strict=True))
-        for part, size in zip(counts, sizes, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -177,7 +162,7 @@ def check_launcher(
 def train(
     student: Student,
     objective: Objective | CountedObjective,
-    examples: Examples | Int[Tensor, "examples ..."],
+    examples: Examples | TrainingText | Int[Tensor, "examples ..."],
     settings: LoopOptions,
     context: TrainingContext,
     schedule_slice: ScheduleSlice | None = None,
@@ -188,7 +173,7 @@ def train(
     Args:
         student: the trained parameters and their model.
         objective: loss of some examples.
-        examples: what the objective reads: sequences, or numbers.
+        examples: what the objective reads: sequences, streams of sequences that are read in every step, or numbers.
         settings: options of the loop.
         context: label, journal and folder.
         schedule_slice: slice of the schedule to train; None for the complete schedule.
@@ -214,13 +199,13 @@ class _Trainer:
         self,
         student: Student,
         objective: Objective | CountedObjective,
-        examples: Examples | Tensor,
+        examples: Examples | TrainingText | Tensor,
         settings: LoopOptions,
         context: TrainingContext,
         schedule_slice: ScheduleSlice,
         parts: bool = False,
     ) -> None:
-        self.source, self.objective, self.examples = student, objective, examples
+        self.source, self.objective = student, objective
         self.settings, self.context = settings, context
         self.slice = schedule_slice
         self.device = next(iter(student.named().values())).device
@@ -234,7 +219,11 @@ class _Trainer:
         check_launcher(self.accelerator.distributed_type, fsdp, context.label, self.accelerator.num_processes)
         record = {"settings": settings.model_dump(mode="json"), "key": context.key, "codes": student.sha256()}
         record |= {"begin": schedule_slice.begin, "keep": schedule_slice.keep}
-        data = {"examples": examples} if isinstance(examples, Tensor) else examples.tensors()
+        data: Mapping[str, Tensor] = {}
+        if isinstance(examples, TrainingText):  # another number of processes divides the files differently
+            record["stream"] = [examples.record(), self.accelerator.num_processes]
+        else:
+            data = {"examples": examples} if isinstance(examples, Tensor) else examples.tensors()
         self.key = digest(record, {**data, **student.named(), **student.buffers()})
         if fsdp is not None:
             fsdp.auto_wrap_policy = None  # blocks are found by structure, not by class names
@@ -249,11 +238,10 @@ class _Trainer:
         self.optimizer = settings.optimizer_of(groups)
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
         self.peak_rates = [group["lr"] for group in groups]
-        self.rows, self.held_out_rows = settings.split(len(examples))
-        self.rank, self.divisor = (0, 1) if parts else (self.accelerator.process_index, self.accelerator.num_processes)
-        self.parts, self.order = parts, settings.order(self.rows, self.divisor)
-        self.rates = settings.rates(len(self.order)).tolist()
-        self.first_step = round(schedule_slice.begin * len(self.order))
+        processes = ALONE if parts else Processes.launched(cpu=self.device.type == "cpu")
+        self.parts, self.feed = parts, feed_of(examples, settings, processes)
+        self.rates = settings.rates(self.feed.steps).tolist()
+        self.first_step = round(schedule_slice.begin * self.feed.steps)
         self.state = TrainingState(step=self.first_step, best_step=self.first_step)
         self.best_tensors = self._snapshot()
         self.start_seconds = perf_counter()
@@ -268,7 +256,7 @@ class _Trainer:
         earlier_seconds = self.state.seconds
         if not resumed:
             self._begin()
-        for step in range(self.state.step, len(self.order)):
+        for step in range(self.state.step, self.feed.steps):
             if self.settings.patience is not None and self.state.waited >= self.settings.patience:
                 self.context.journal.add(
                     "note", self.context.label, "stopped early: no improvement on the held-out sequences", step=step
@@ -276,19 +264,19 @@ class _Trainer:
                 break
             self._step(step)
             self.state.seconds = earlier_seconds + perf_counter() - self.start_seconds
-            is_last = self.state.step == len(self.order)
+            is_last = self.state.step == self.feed.steps
             if is_last or self.state.step % self.settings.evaluate_every == 0:
                 self._evaluate()
             if is_last or self.state.step % self.settings.checkpoint_every == 0:
                 self._write()
-        if self.held_out_rows:
+        if self.feed.held_out:
             self._restore(self.best_tensors)
         self._copy_back()
         return self._record()
 
     def _begin(self) -> None:
         """Apply the updates that precede the first step."""
-        counts = self.student.update(self.state.step, len(self.order))
+        counts = self.student.update(self.state.step, self.feed.steps)
         if counts:
             self.state.curve.append({"step": self.state.step, **counts})
         self.best_tensors = self._snapshot()
@@ -299,14 +287,15 @@ class _Trainer:
         """Run one optimizer step."""
         for group, highest in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = highest * self.rates[step]
-        parts = self.order[step].tolist()
-        weights = self._weights(parts)[self.rank :: self.divisor]  # of the parts of all processes
-        local = parts[self.rank :: self.divisor]
+        local = self.feed.parts(step)
+        weights = self.feed.weights(step, local, self._count) if self._is_counted else [()] * len(local)
+        for note in self.feed.notes():
+            self.context.journal.add("note", self.context.label, note, step=step + 1)
         loss = torch.zeros((), device=self.device)
-        for i, rows in enumerate(local):
+        for i, part in enumerate(local):
             sync_context = nullcontext() if i == len(local) - 1 else self.accelerator.no_sync(self.model)
             with self._raise_on_shortage(step), sync_context:
-                part_loss = self._loss(rows, weights[i]) / len(local)
+                part_loss = self._loss(part, weights[i]) / len(local)
                 self.accelerator.backward(part_loss)
             loss += part_loss.detach()
         for parameter in self.parameters.values():
@@ -321,7 +310,7 @@ class _Trainer:
         self.student.decay(self.settings.rate_of("weights") * self.rates[step])
         self.stepper.step()
         self.stepper.zero_grad()
-        shares = self.student.update(step + 1, len(self.order))
+        shares = self.student.update(step + 1, self.feed.steps)
         self.state.step = step + 1
         self.state.curve.append({"step": step + 1, "loss": loss_value, "rate": self.rates[step], **shares})
         self._keep()
@@ -329,7 +318,7 @@ class _Trainer:
 
     def _keep(self) -> None:
         """Copy the trained parameters at the step that the schedule slice names."""
-        if self.slice.keep is not None and self.state.step == round(self.slice.keep * len(self.order)):
+        if self.slice.keep is not None and self.state.step == round(self.slice.keep * self.feed.steps):
             self.slice.saved_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     @contextmanager
@@ -345,22 +334,24 @@ class _Trainer:
             if batch > 1:
                 smaller = f"batch: {math.ceil(batch / 2)} and accumulate: {2 * accumulate}"
                 hint = f"{smaller} give nearly the same step with less memory"
-            step_name = f"step {step + 1} of {len(self.order)} with batch: {batch}"
+            step_name = f"step {step + 1} of {self.feed.steps} with batch: {batch}"
             raise ShortageError(
                 f"{self.context.label}: {step_name} does not fit into the memory of {self.device}; {hint}"
             ) from error
 
-    def _weights(self, parts: Sequence[list[int]]) -> list[tuple[float, ...]]:
-        """Return the factors of the terms of the loss of each part; without factors if the terms are not counted."""
-        if not isinstance(self.objective, CountedObjective):
-            return [()] * len(parts)
-        counts = [self.objective.counts(self.examples[rows], rows) for rows in parts]
-        return part_weights(counts, [len(rows) for rows in parts])
+    @property
+    def _is_counted(self) -> bool:
+        return isinstance(self.objective, CountedObjective)
 
-    def _loss(self, rows: list[int], weights: tuple[float, ...]) -> Tensor:
+    def _count(self, part: Part) -> Sequence[int]:
+        assert isinstance(self.objective, CountedObjective)
+        return self.objective.counts(part.examples, part.rows)
+
+    def _loss(self, part: Part, weights: tuple[float, ...]) -> Tensor:
         bf16 = self.settings.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return self.objective(self.model, self.examples[rows].to(self.device), rows, *[weights] * bool(weights))
+            examples = part.examples.to(self.device)
+            return self.objective(self.model, examples, part.rows, *[weights] * bool(weights))
 
     def _mean_over_parts(self, loss: Tensor) -> Tensor:
         """Average the loss of held-out examples over processes that have parts of them."""
@@ -369,20 +360,18 @@ class _Trainer:
 
     def _evaluate(self) -> None:
         """Compute the loss on the held-out sequences and save the best state."""
-        if not self.held_out_rows:
+        parts = self.feed.held_out
+        if not parts:
             return
-        parts = [
-            self.held_out_rows[i : i + self.settings.batch]
-            for i in range(0, len(self.held_out_rows), self.settings.batch)
-        ]
-        weighted_parts = zip(parts, self._weights(parts), strict=True)
+        sizes = [len(part.rows) for part in parts]
+        weights = part_weights([self._count(part) for part in parts], sizes) if self._is_counted else [()] * len(parts)
         with torch.no_grad():
-            losses = [float(self._mean_over_parts(self._loss(*part))) * len(part[0]) for part in weighted_parts]
-        held_out_loss = sum(losses) / len(self.held_out_rows)
+            losses = [float(self._mean_over_parts(self._loss(*item))) for item in zip(parts, weights, strict=True)]
+        held_out_loss = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
         if not math.isfinite(held_out_loss):
             self._fail(self.state.step, held_out_loss, math.nan)
         self.state.curve.append({"step": self.state.step, "held_out": held_out_loss})
-        if not self.student.ready(self.state.step, len(self.order)):
+        if not self.student.ready(self.state.step, self.feed.steps):
             return
         if self.state.best is None or held_out_loss < self.state.best:
             self.state.best, self.state.best_step, self.state.waited = held_out_loss, self.state.step, 0
@@ -398,7 +387,7 @@ class _Trainer:
         saved = f"; the last checkpoint is in {file.parent}" if file is not None and file.exists() else ""
         reason = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         hint = "use a smaller learning_rate, or clip"
-        raise NumericError(f"{self.context.label}: {reason} in step {step} of {len(self.order)}; {hint}{saved}")
+        raise NumericError(f"{self.context.label}: {reason} in step {step} of {self.feed.steps}; {hint}{saved}")
 
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: t.detach().clone() for name, t in (*self.parameters.items(), *self.buffers.items())}
@@ -421,6 +410,7 @@ class _Trainer:
         stored_state = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
         if stored_state is not None:
             record, best = stored_state
+            self.feed.resume(record.pop("streams", []), best)
             self.best_tensors = {name: shard_like(best[name], tensor) for name, tensor in self.best_tensors.items()}
             saved = {name.removeprefix(SAVED): t for name, t in best.items() if name.startswith(SAVED)}
             self.slice.saved_parameters = {
@@ -431,20 +421,22 @@ class _Trainer:
         return stored_state is not None
 
     def _write(self) -> None:
-        if not self.held_out_rows:
+        if not self.feed.held_out:
             self.best_tensors = self._snapshot()
         if self._file is not None:
             best = self.best_tensors | {
                 f"{SAVED}{name}": tensor for name, tensor in self.slice.saved_parameters.items()
             }
+            streams, unused = self.feed.state()
+            best |= unused
             is_main = self.accelerator.is_main_process
             tensors = gather(tensors_of(self.parameters, self.buffers, best, self.optimizer.state), keep=is_main)
             if is_main:
-                write_state(self._file, self.key, vars(self.state), tensors)
+                write_state(self._file, self.key, vars(self.state) | {"streams": streams}, tensors)
         self.accelerator.wait_for_everyone()  # a process that has finished may remove the folder
 
     def _progress(self, loss: float) -> None:
-        label, figures = self.context.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
+        label, figures = self.context.label, {"done": self.state.step, "of": self.feed.steps, "loss": loss}
         self.context.journal.add("progress", label, f"training, {label}", **figures)
 
     def _record(self) -> dict[str, Any]:
@@ -454,11 +446,11 @@ class _Trainer:
         quarter = max(1, len(losses) // 4)
         first_loss, last_loss = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
         counts = {kind: sum(p.numel() for p in group.values()) for kind, group in self.student.parameters.items()}
-        steps, total_steps = state.step - self.first_step, len(self.order) - self.first_step
+        steps, total_steps = state.step - self.first_step, self.feed.steps - self.first_step
         journal.add(
             "note", self.context.label, "trained", steps=steps, first_loss=first_loss, last_loss=last_loss, **counts
         )
-        if self.held_out_rows and state.best_step == self.first_step:
+        if self.feed.held_out and state.best_step == self.first_step:
             message = "training did not improve the loss on the held-out sequences; the model is unchanged"
             journal.add("fallback", self.context.label, message, held_out=state.best)
         elif self._rose(first_loss, last_loss, losses):
@@ -471,16 +463,17 @@ class _Trainer:
             "of": total_steps,
             "trained": counts,
             "seconds": state.seconds,
-            "held_out": self.held_out_rows,
-            "best": {"step": state.best_step, "held_out": state.best} if self.held_out_rows else None,
+            "held_out": [row for part in self.feed.held_out for row in part.rows],
+            "best": {"step": state.best_step, "held_out": state.best} if self.feed.held_out else None,
             "curve": state.curve,
+            "streams": self.feed.uses(),
         }
 
     def _rose(self, first_loss: float, last_loss: float, losses: list[float]) -> bool:
         """Return whether the loss rose, for a model without a pruning schedule."""
-        has_pruning_schedule = not self.student.ready(0, len(self.order))
+        has_pruning_schedule = not self.student.ready(0, self.feed.steps)
         return (
-            not self.held_out_rows
+            not self.feed.held_out
             and not has_pruning_schedule
             and len(losses) > 1
             and last_loss > min(first_loss, RISE_LIMIT * losses[0])

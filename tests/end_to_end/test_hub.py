@@ -66,6 +66,19 @@ def test_a_run_reads_no_more_of_a_hub_than_it_needs(hub, tmp_path):
     assert (report["model"]["source"], report["model"]["commit"]) == ("org/pico", COMMIT)
 
 
+def test_training_reads_no_more_of_a_hub_than_its_steps_need(hub, tmp_path):
+    recipe = written(tmp_path, "org/pico", "org/texts")
+    steps = "finetune: {steps: 6, batch: 2, accumulate: 2}"
+    recipe.write_text(recipe.read_text().replace("gptq: {weights: int4, group_size: 32}", steps))
+    hub.fetched.clear()
+    done = compress(hub, tmp_path, "run", recipe, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert 0 < len({name for name in hub.fetched if name.endswith(".parquet")}) <= FILES / 2
+    (record,) = json.loads((tmp_path / "out" / "report.json").read_text())["training"].values()
+    (use,) = record["streams"]
+    assert use["sequences"] == 24 and use["documents"] < FILES * ROWS / 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dataset", "reason"),

@@ -10,6 +10,7 @@ from encoders import MASK, VOCAB
 from torch import nn
 
 from compress.models.kinds.batch import IGNORED, Examples
+from compress.models.kinds.causal import CAUSAL
 from compress.models.kinds.masked import MaskedLM
 from compress.train.objective import LanguageLoss
 from compress.train.teacher import OnlineTeacher, TeacherOptions, cached_teacher
@@ -122,3 +123,13 @@ def test_other_masks_are_another_question(pair, words, tmp_path):
             lambda *_: None,
         )
     assert len(list(tmp_path.glob("teacher-*"))) == 2
+
+
+def test_the_answers_of_one_sequence_are_a_view_of_its_logits():
+    """A copy of all logits of a long text may be gigabytes; sequences of a batch need one."""
+    ids = torch.arange(12).reshape(2, 6)
+    logits = torch.randn(2, 6, 16)
+    both, targets = CAUSAL.answers(logits, Examples.of_ids(ids), [0, 1])
+    one, first = CAUSAL.answers(logits[:1], Examples.of_ids(ids[:1]), [0])
+    assert one.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr() != both.untyped_storage().data_ptr()
+    assert one.equal(both[: len(one)]) and first.equal(targets[: len(one)]) and first.tolist() == [1, 2, 3, 4, 5]

@@ -13,7 +13,8 @@ from compress.models.structure.ends import vocabulary_size
 from compress.numerics.metrics import token_weights
 from compress.passes.contract.journal import Journal
 from compress.passes.families.reconstruction import BlockLoss
-from compress.train.loop import TrainingContext, part_weights, train
+from compress.train.feed import part_weights
+from compress.train.loop import TrainingContext, train
 from compress.train.objective import LanguageLoss
 from compress.train.options import TrainingOptions
 from compress.train.student import KINDS, Student

@@ -282,9 +282,13 @@ class ModelKind:
     def answers(
         self, logits: Float[Tensor, "sequences places vocabulary"], examples: Examples, rows: Sequence[int]
     ) -> tuple[Float[Tensor, "targets vocabulary"], Int[Tensor, " targets"]]:
-        """Return the logits at the places with a target, and the targets."""
+        """Return the logits at the places with a target, and the targets: views if these are one run of a sequence."""
         targets = self.targets(examples, rows)
         is_target = targets != IGNORED
+        if len(targets) == 1 and bool(is_target.any()):
+            first, last = is_target[0].nonzero()[[0, -1], 0].tolist()
+            if bool(is_target[0, first : last + 1].all()):  # a copy of all logits of a text may be gigabytes
+                return logits[0, first : last + 1], targets[0, first : last + 1]
         return logits[is_target], targets[is_target]
 
     def predictions(self, output: Any) -> Float[Tensor, "sequences places cells"] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from compress.checkpoint.formats.base import Format
 from compress.checkpoint.formats.native import Native
 from compress.checkpoint.opened import OpenModel
+from compress.data.training_text import TrainingText
 from compress.layers.parts.codes import CodesPart
 from compress.models.kinds.batch import Examples
 from compress.models.kinds.causal import CAUSAL
@@ -45,6 +46,8 @@ class Run:
         costs: seconds and peak memory per phase.
         label: the name of the current pass in errors and the journal.
         calibration: the calibration examples, or None.
+        stream: the calibration text as streams, from which training with a number of steps reads new sequences; None if
+            it is no stream.
         open_teacher: a context manager that opens the uncompressed model, or another one by its source; the model can
             run inside of the context, and each block is in memory only while it runs.
         work: a folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
@@ -77,6 +80,7 @@ class Run:
     costs: dict[str, PhaseCost] = field(default_factory=dict)
     label: str = ""
     calibration: Examples | None = None
+    stream: TrainingText | None = None
     open_teacher: Callable[[str | None], AbstractContextManager[nn.Module]] | None = None
     open_original: Callable[[], OpenModel] | None = None
     work: Path | None = None

@@ -46,6 +46,9 @@ class Requirements:
         layer_map: pairs (block of the model, block of the teacher); None: evenly spaced.
         objective: the objective of the model on the text, `run.lm_objective`.
         training: several processes share its steps.
+        new_sequences: sequences that each process reads of a calibration text that is a stream; 0: training on the
+            sequences of the calibration; None: no training on text.
+        fixed_text: why the pass cannot read new sequences, and what to write; None: it can.
         trains: kinds of parameters that must exist in the layers of the pass.
         weights_option: option that is of no use without dense weights to train; None: none is stated.
         batches: learning in steps of one calibration batch each, of which every process of a launcher needs a sequence.
@@ -68,6 +71,8 @@ class Requirements:
     layer_map: tuple[tuple[int, int], ...] | None = None
     objective: bool = False
     training: bool = False
+    new_sequences: int | None = None
+    fixed_text: str | None = None
     trains: tuple[str, ...] = ()
     weights_option: str | None = None
     batches: bool = False

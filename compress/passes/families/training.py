@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.blockwise.survey import survey_model
+from compress.data.training_text import TrainingText
 from compress.errors import RecipeError
 from compress.layers.linear import CompressedLinear, linears
 from compress.layers.scheme import LayerScheme
+from compress.models.kinds.batch import Examples
 from compress.models.kinds.contract import ModelKind
 from compress.models.kinds.headless import check_learns
 from compress.models.kinds.masked import MASKED_SHARE
@@ -39,6 +41,12 @@ from compress.train.teacher import CachedTeacher, OnlineTeacher, Teacher, Teache
 TEACHERS = ("teacher", "divergence", "temperature", "top_k")
 """The options of a teacher."""
 TOP_K = 256  # of 49152 tokens in SmolLM2-135M at int4: 2% gradient error (64: 6%); 2 KiB per token of text
+
+STORED_OUTPUTS = (
+    "training with steps reads new sequences of the stream, but top_k stores the outputs of the teacher for a fixed "
+    "set; write top_k: null, or epochs instead of steps to train on the sequences of the calibration"
+)
+"""Why a training with stored outputs of a teacher cannot read a stream."""
 
 
 class TrainingPass(TrainingOptions, ModelPass):
@@ -123,6 +131,8 @@ class TrainingPass(TrainingOptions, ModelPass):
             layer_map=self.layer_map,
             objective=True,
             training=True,
+            new_sequences=(self.steps or 0) * self.batch * self.accumulate,
+            fixed_text=STORED_OUTPUTS if learns and self.top_k is not None else None,
             trains=self.kinds or (),
         )
 
@@ -136,10 +146,22 @@ class TrainingPass(TrainingOptions, ModelPass):
         return masked(name, layer)
 
     def apply(self, model: nn.Module, run: Run) -> None:
-        assert run.calibration is not None
         context = self.where(run)
         with self.objective(run) as objective, self.student(model, run) as student:
-            run.training[context.label] = train(student, objective, run.calibration, self, context)
+            run.training[context.label] = train(student, objective, self.text(run), self, context)
+
+    def text(self, run: Run) -> Examples | TrainingText:
+        """Return what the pass trains on: with `steps` the streams of the calibration, else its sequences.
+
+        Raises:
+            RecipeError: for stored outputs of a teacher, which are those of a fixed set of sequences.
+        """
+        assert run.calibration is not None
+        if run.stream is None or self.steps is None:
+            return run.calibration
+        if self.requires.fixed_text is not None:
+            raise RecipeError(f"{run.label or self.key()}: {self.requires.fixed_text}")
+        return run.stream
 
     def where(self, run: Run) -> TrainingContext:
         """Return the context of the training loop."""
@@ -224,10 +246,11 @@ class TrainingPass(TrainingOptions, ModelPass):
         def report_progress(sequences_done: int, of: int) -> None:
             run.journal.add("progress", label, "outputs of the teacher", done=sequences_done, of=of)
 
-        assert run.calibration is not None and run.open_teacher is not None
-        opened = partial(run.open_teacher, self.teacher)
+        assert run.open_teacher is not None
+        opened, examples = partial(run.open_teacher, self.teacher), self.text(run)
+        assert isinstance(examples, Examples)
         options = TeacherOptions(self.temperature, top_k, self.teacher, self._lm_objective(run))
-        return cached_teacher(opened, run.calibration, options, run.work, run.device, label, report_progress)
+        return cached_teacher(opened, examples, options, run.work, run.device, label, report_progress)
 
 
 class SparseTrainingPass(Pruning, TrainingPass):

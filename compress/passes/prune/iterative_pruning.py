@@ -94,8 +94,7 @@ class IterativePruning(SparseTrainingPass):
         context, folder = self.where(run), run.folder_of_pass()
         label, work = f"{context.label}, {part}", None if folder is None else folder / part.replace(" ", "-")
         context = replace(context, label=label, work=work)
-        assert run.calibration is not None
-        run.training[label] = train(student, objective, run.calibration, settings, context, span)
+        run.training[label] = train(student, objective, self.text(run), settings, context, span)
         return span.saved_parameters
 
 

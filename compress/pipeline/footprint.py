@@ -51,10 +51,10 @@ LOSS, BASE_LOSS = 1, 3  # copies of a chunk of logits: log-probabilities; also c
 CROSS = 2  # of a token of an earlier stack, while a block waits: keys and values of cross attention
 SHOWN_BYTES = 100_000
 """The least size of a part that a text names."""
-LINEAR_BYTES = 30_000
+LINEAR_BYTES = 25_000
 """Memory of a linear without its weights: its modules, tensors without elements, names, results and entries of the
-journal. Measured on a block of 256 experts, 256 wide, with the process of eval/benchmarks/memory.py: the allocator of
-Python holds 22 MB more for 772 linears. It matters where the experts are many and small."""
+journal. Measured on blocks of 64 to 512 experts, 64 wide, with the process of eval/benchmarks/memory.py; it matters
+where the experts are many and small."""
 ROUTING_BYTES = 4 * 8  # of a token: the numbers of the experts that it has chosen, if these are eight
 CHOSEN: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 """The experts of a token by model; None if the model does not run without data."""

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.checkpoint.checkpoint import Checkpoint, state_masks
 from compress.checkpoint.containers.files import user_path
-from compress.checkpoint.formats.gguf import GGUF
 from compress.checkpoint.inference import allow_narrow_inputs, round_activations, share_inputs
 from compress.checkpoint.saving import guard_saving
 from compress.checkpoint.sources.files import read_tokenizer
@@ -68,7 +67,8 @@ def load(
     _, widened_from = checkpoint.dtypes
     if widened_from is not None:
         remember_storage(model, widened_from)
-    if widened_from is not None or (dtype == "auto" and isinstance(checkpoint.format, GGUF)):
+    format_rounds = dtype == "auto" and checkpoint.format is not None and checkpoint.format.rounds_inputs
+    if widened_from is not None or format_rounds:
         allow_narrow_inputs(model)
     if activations is not None:
         round_activations(model, activations)

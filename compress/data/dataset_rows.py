@@ -99,7 +99,7 @@ class RowStream:
         self._begin()
 
     @property
-    def own_files(self) -> bool:
+    def divides_files(self) -> bool:
         """Whether the processes read different files."""
         return self._files_count >= self.processes
 
@@ -107,7 +107,7 @@ class RowStream:
         """Move to the first row of a round."""
         order = list(range(self._files_count))
         random.Random(self.seed).shuffle(order)
-        self._order = order[self.rank :: self.processes] if self.own_files else order
+        self._order = order[self.rank :: self.processes] if self.divides_files else order
         if self.round:
             random.Random(self.seed + self.round).shuffle(self._order)
         self._count = self._next_file = 0
@@ -123,15 +123,15 @@ class RowStream:
 
     def __next__(self) -> Any:
         while True:
-            is_own = self.own_files or self._count % self.processes == self.rank
-            number = self.rank + self._count * self.processes if self.own_files else self._count
+            is_of_process = self.divides_files or self._count % self.processes == self.rank
+            number = self.rank + self._count * self.processes if self.divides_files else self._count
             if self.source.max_documents is not None and number >= self.source.max_documents:
                 raise StopIteration
             row = self._next_of_all()
             if row is END:
                 raise StopIteration
             self._count += 1
-            if is_own:
+            if is_of_process:
                 return row
 
     def _next_of_all(self) -> Any:

@@ -11,7 +11,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -31,22 +31,6 @@ from compress.models.kinds.batch import Examples
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Step of the fractions by which the texts of a mixture take turns: the fractional parts of its multiples are spread
 evenly (Weyl 1916), so every run of sequences has nearly the shares of the weights."""
-
-
-class StreamUse(TypedDict):
-    """What a process of a training has read of a text.
-
-    tokens: of the documents. rounds: how often the text was begun. sha256: of the sequences in order, each hashed with
-    the hash of those before.
-    """
-
-    text: str
-    rank: int
-    sequences: int
-    documents: int
-    tokens: int
-    rounds: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ class TokenStream:
 
     def _read(self) -> None:
         """Read and tokenize documents of at least `STREAMED` characters, or the last ones of a round."""
-        reading, first, pieces, characters = self._reading, self._numbers["documents"], [], 0
+        reading, documents_before, pieces, characters = self._reading, self._numbers["documents"], [], 0
         while characters < STREAMED:
             row = next(self._rows, END)
             if row is END and not pieces:
@@ -115,13 +99,13 @@ class TokenStream:
                 self._numbers["documents"] += 1
         encoded = encode(pieces, reading.tokenizer, reading.limit)
         if reading.source.packing:
-            added = stream_of(join(encoded, reading.tokenizer, first - 1 if first else None))
-            self._numbers["tokens"] += len(added)
+            ids = stream_of(join(encoded, reading.tokenizer, documents_before - 1 if documents_before else None))
+            self._numbers["tokens"] += len(ids)
         else:
             rows, tokens = reading.rows(encoded, None)
-            added = rows.flatten().int()
+            ids = rows.flatten().int()
             self._numbers["tokens"] += tokens
-        self._unused = torch.cat([self._unused, added])
+        self._unused = torch.cat([self._unused, ids])
 
     def _begin_again(self) -> None:
         """Begin the next round. Raises CalibrationError if the last one had no sequence."""
@@ -142,11 +126,11 @@ class TokenStream:
         """The number of times that the text has ended."""
         return self._rows.round
 
-    def use(self) -> StreamUse:
-        """Return what was read so far."""
+    def use(self) -> dict[str, Any]:
+        """Return what was read so far, as the values of a `results.result.StreamRecord`."""
         numbers = {name: self._numbers[name] for name in ("sequences", "documents", "tokens")}
-        source = self._reading.source.label
-        return StreamUse(text=source, rank=self._rank, rounds=self.round + 1, sha256=self._sha256, **numbers)
+        place = {"text": self._reading.source.label, "rank": self._rank, "rounds": self.round + 1}
+        return place | numbers | {"sha256": self._sha256}
 
     def state(self) -> dict[str, Any]:
         """Return the position: JSON values, and the tokens that were read and not used."""
@@ -184,7 +168,7 @@ class SequenceStream:
         """The number of times that each text has ended, by its name."""
         return {source.label: text.round for text, _, source in self._texts}
 
-    def uses(self) -> list[StreamUse]:
+    def uses(self) -> list[dict[str, Any]]:
         """Return what was read of each text so far."""
         return [text.use() for text, _, _ in self._texts]
 

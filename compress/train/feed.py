@@ -86,7 +86,7 @@ class Feed(ABC):
         return []
 
     def uses(self) -> list[Any]:
-        """Return what every process has read of streams (`StreamUse`)."""
+        """Return what every process has read of streams (`results.result.StreamRecord`)."""
         return []
 
 
@@ -135,19 +135,19 @@ class StreamFeed(Feed):
 
     def parts(self, step: int) -> list[Part]:
         batch, parts = self._settings.batch, self._settings.accumulate * self._processes.size
-        own = self._processes.share(range(step * parts, (step + 1) * parts), step * parts)
-        rows = [list(range(part * batch, (part + 1) * batch)) for part in own]
+        numbers = self._processes.share(range(step * parts, (step + 1) * parts), step * parts)
+        rows = [list(range(part * batch, (part + 1) * batch)) for part in numbers]
         return [Part(self._stream.examples(part_rows), part_rows) for part_rows in rows]
 
     def weights(self, step: int, parts: Sequence[Part], count: Count) -> list[tuple[float, ...]]:
         gathered = self._processes.gather([[*count(part)] for part in parts])
         counts = [part_counts for process_counts in gathered for part_counts in process_counts]
-        first = self._processes.rank * len(parts)
-        return part_weights(counts, [self._settings.batch] * len(counts))[first : first + len(parts)]
+        start = self._processes.rank * len(parts)
+        return part_weights(counts, [self._settings.batch] * len(counts))[start : start + len(parts)]
 
     def state(self) -> tuple[list[Any], dict[str, Tensor]]:
         states = self._processes.gather(self._stream.state())
-        texts = [(f"{STREAM}{rank}/{i}", text) for rank, own in enumerate(states) for i, text in enumerate(own)]
+        texts = [(f"{STREAM}{rank}/{i}", text) for rank, state in enumerate(states) for i, text in enumerate(state)]
         return states, {name: text.pop("unused") for name, text in texts}
 
     def resume(self, record: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,6 @@
 """Training on a stream: new sequences in every step, the same after a kill, in one process and in several."""
 
 import json
-import time
 from pathlib import Path
 
 import datasets
@@ -11,7 +10,7 @@ from encoders import tokenizer
 from killing import Killed, dying
 from safetensors.torch import load_file
 from test_two_processes import KINDS as LAUNCHERS
-from test_two_processes import ended, launched
+from test_two_processes import ended, killed_with, launched
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
@@ -259,15 +258,7 @@ def test_two_processes_read_different_files_and_go_on_after_a_kill(pico, folder,
     command = launch(pico, folder, tmp_path / "killed")
     started = launched(command, 2, kind)
     state = tmp_path / "killed" / "out" / ".compress" / "passes" / "passes-1--distill" / "training.safetensors"
-    for _ in range(12000):
-        if state.exists() or any(process.poll() is not None for process in started):
-            break
-        time.sleep(0.005)
-    assert state.exists()
-    for process in started:
-        process.terminate()
-    for process in started:
-        process.wait()
+    killed_with(state, started)
     ended(launched(command, 2, kind))
     assert "training resumes" in (tmp_path / "killed" / "out" / "report.json").read_text()
     assert streams_of(tmp_path / "killed") == uses

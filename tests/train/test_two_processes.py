@@ -55,6 +55,19 @@ def ended(started: list[Forked]) -> tuple[str, str]:
     return "".join(told for _, told, _ in done), "".join(errors for _, _, errors in done)
 
 
+def killed_with(state: Path, started: list[Forked]) -> None:
+    """Kill processes as soon as a training has written its state."""
+    for _ in range(12000):
+        if state.exists() or any(process.poll() is not None for process in started):
+            break
+        time.sleep(0.005)
+    assert state.exists()
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait()
+
+
 def trained(out: Path, processes: int, accumulate: int, model: str, kind: str = "copied") -> dict[str, torch.Tensor]:
     _, errors = ended(launched([str(SCRIPT), str(out), str(accumulate), model], processes, kind))
     assert errors.count("split: 0.5") == (kind == "split")
@@ -161,15 +174,7 @@ def test_compress_run_in_two_processes_is_one_run(one, tmp_path, kind):
     again = command(folder, 1)
     started = launched(again, 2, kind)
     state = folder / "out" / ".compress" / "passes" / "passes-2--gmp" / "training.safetensors"
-    for _ in range(12000):
-        if state.exists() or any(process.poll() is not None for process in started):
-            break
-        time.sleep(0.005)
-    assert state.exists()
-    for process in started:
-        process.terminate()
-    for process in started:
-        process.wait()
+    killed_with(state, started)
     told, _ = ended(launched(again, 2, kind))
     third, resumed = results(told, folder / "out")
     assert "training resumes" in json.dumps(third["journal"])

@@ -158,6 +158,7 @@ class Format(ABC):
     opens_experts: whether the matrices of experts are stored one by one, also of a model that has them in one tensor.
     alike: whether linears with the same input get the same bits where a budget is divided. end_types: for layers of so
     many bits per weight and more, the options `embedding` and `head` that suit them; from the most bits to the least.
+    rounds_inputs: whether products may round float32 inputs to bfloat16 unless a dtype is named.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Format(ABC):
     stacked: ClassVar[Mapping[str, str]] = {}
     opens_experts: bool = False
     alike: bool = True
+    rounds_inputs: bool = False
     end_types: ClassVar[Sequence[tuple[float, str, str]]] = ((0.0, "auto", "auto"),)
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:

@@ -124,6 +124,7 @@ class GGUF(Format):
     ends_typed = True
     opens_experts = True
     alike = False
+    rounds_inputs = True
     end_types = END_TYPES
     file = FILE
     keys = LAYERS_KEYS

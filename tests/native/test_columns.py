@@ -64,6 +64,31 @@ def test_sums_of_groups(rows, groups, size, zeros, summed, seed):
         assert torch.allclose(mine, (importance * alternative).sum(-1), rtol=1e-4, atol=1e-4)
 
 
+GRIDS = [(-8, 7, False), (-2, 1, False), (-128, 127, False), (0, 15, True), (0, 255, True)]
+
+
+@pytest.mark.parametrize(("lowest", "highest", "has_zero"), GRIDS)
+def test_sums_of_groups_round_quotients_next_to_a_tie_as_a_division_does(chosen, lowest, highest, has_zero):
+    scale = 0.01 + random(40, 19).abs()
+    zero = (random(40, 19, seed=1).abs() * highest / 3).round().clamp(lowest, highest) if has_zero else None
+    middle = torch.arange(48).sub(24).mul(max(1, (highest - lowest) // 40)) + 0.5
+    tie = middle * scale[..., None]
+    near = torch.stack([tie, tie.nextafter(tie + 1), tie.nextafter(tie - 1)]).unbind()
+    for weight in near:
+        level = (weight / scale[..., None] + (0 if zero is None else zero[..., None])).round().clamp(lowest, highest)
+        level -= 0 if zero is None else zero[..., None]
+        grid = ScaledGrid((lowest, highest), scale, zero)
+        squares = native.group_sums(weight, torch.ones(19, 48), grid, True)[1]
+        assert torch.equal(squares, level.square().sum(-1))  # whole numbers, so exact in any order
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-41, 1e35])
+def test_sums_of_groups_divide_where_the_inverse_of_a_scale_is_no_normal_number(chosen, size):
+    scale, level = torch.full((3, 17), size), torch.arange(32).sub(16).remainder(16).sub(8).float()
+    _, squares, _ = native.group_sums(level * scale[..., None], torch.ones(17, 32), ScaledGrid((-8, 7), scale), True)
+    assert torch.equal(squares, level.square().sum().expand(3, 17))
+
+
 @settings(max_examples=60)
 @given(COUNTS, COUNTS, st.sampled_from(LEVELS), st.booleans(), st.integers(0, 99))
 def test_columns_of_levels_are_those_of_plain_torch(rows, columns, levels, masked, seed):

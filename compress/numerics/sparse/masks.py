@@ -85,8 +85,7 @@ class Pattern:
             return mask
         if self.n_of_m is not None:
             n, m = self.n_of_m
-            is_odd_row = (torch.arange(rows, device=score.device) % 2 == 1).repeat_interleave(width // m)
-            return top(score.reshape(-1, m), n, is_odd_row).reshape(score.shape)
+            return _top_of_groups(score.reshape(rows, -1, m), n).reshape(score.shape)
         units = self.units(score)
         mask = top(units[None], round(density * units.numel()))
         if self.block is None:
@@ -147,6 +146,29 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"pattern {value!r} is not a string; use {WAYS}")
     return value
+
+
+MOST_PAIRS = 128
+"""The pairs of columns of a group up to which comparing all of them is faster than a search in each group."""
+
+
+def _top_of_groups(score: Float[Tensor, "rows groups m"], count: int) -> Bool[Tensor, "rows groups m"]:
+    """Return True for the `count` highest scores of each group; ties as in `Pattern.keep`."""
+    size = score.shape[2]
+    if size * (size - 1) // 2 > MOST_PAIRS:
+        is_odd_row = (torch.arange(len(score), device=score.device) % 2 == 1).repeat_interleave(score.shape[1])
+        return top(score.reshape(-1, size), count, is_odd_row).reshape(score.shape)
+    mask = torch.empty(score.shape, dtype=torch.bool, device=score.device)
+    for parity, first_wins in ((0, torch.ge), (1, torch.gt)):
+        columns = [column.contiguous() for column in score[parity::2].unbind(-1)]
+        higher_counts = [torch.zeros_like(column, dtype=torch.uint8) for column in columns]
+        for second in range(size):
+            for first in range(second):
+                is_first = first_wins(columns[first], columns[second])
+                higher_counts[second] += is_first
+                higher_counts[first] += ~is_first
+        mask[parity::2] = torch.stack([higher < count for higher in higher_counts], dim=-1)
+    return mask
 
 
 def top(

@@ -116,7 +116,7 @@ def install(
     zeros = solution.zeros
     sparsities = (None, None) if zeros is None else (zeros.requested_sparsity, zeros.expected_sparsity)
     histograms = LayerHistograms(histogram(weight, stored), input_histograms)
-    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *sparsities, histograms)
+    return LayerResult(full, context.label, error, int(zero.count_nonzero()) / zero.numel(), *sparsities, histograms)
 
 
 def put(
@@ -141,15 +141,16 @@ def put(
     if zero_groups := sum(part.vanished(weight) for part in parts or ()):
         message = "groups of weights became zero, because their scales are too small to store"
         context.logger(full)("fallback", message, groups=zero_groups)
-    mask_before, was_quantized = layer.mask, layer.quantized
+    was_pruned, was_quantized = layer.positions is not None, layer.quantized
     _set_parts(context, layer, solution, parts, full)
     unquantized = context.unquantized
     if unquantized is not None and not was_quantized and any(part.scheme.quantized for part in parts or ()):
         unquantized[full] = weight
     if solution.zeros is not None:
-        _check_mask(f"{context.label}: {full}", layer, mask_before, solution.zeros)
+        _check_mask(f"{context.label}: {full}", layer, was_pruned, solution.zeros)
     round_to_storage(layer, context.run)
-    if layer.mask is not None and not bool(((layer.weight == 0) | layer.mask).all()):
+    mask = layer.mask
+    if mask is not None and not layer.is_zero_outside(mask):
         raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
 
 
@@ -175,15 +176,15 @@ def _product_inputs(layer: CompressedLinear, rows: Tensor) -> Tensor:
     return x if layer.rounding is None else layer.rounding(x)
 
 
-def _check_mask(label: str, layer: CompressedLinear, mask_before: Tensor | None, zeros: RequiredSparsity) -> None:
+def _check_mask(label: str, layer: CompressedLinear, was_pruned: bool, zeros: RequiredSparsity) -> None:
     """Check the number of weights that the mask removes.
 
     Raises:
         VerificationError: if the mask removes fewer than required, or more, if there was no mask before.
     """
-    removed = 0 if layer.mask is None else int((~layer.mask).sum())
-    due = round(zeros.expected_sparsity * layer.shape[0] * layer.shape[1])
-    if removed < due or (mask_before is None and removed > due):
+    size, positions = layer.shape[0] * layer.shape[1], layer.positions
+    removed, due = 0 if positions is None else size - positions.sparsity.kept, round(zeros.expected_sparsity * size)
+    if removed < due or (not was_pruned and removed > due):
         message = f"sparsity {zeros.requested_sparsity:g} requires {due} removed weights, but {removed} were removed"
         raise VerificationError(f"{label}: {message}")
 

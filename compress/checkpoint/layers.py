@@ -195,7 +195,7 @@ def check_finite(tensors: Mapping[str, Tensor], stored: StoredTensors | None = N
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.element_size() > 1 and not is_finite(tensor):
-            count = int((~tensor.isfinite()).sum())
+            count = int((~tensor.isfinite()).count_nonzero())
             place = "" if stored is None or name not in stored.files else f" ({stored.files[name].path})"
             raise ModelError(
                 f"model: {name} holds {count} NaN or infinite weights; the checkpoint is damaged; fetch it again{place}"

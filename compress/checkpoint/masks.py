@@ -45,7 +45,7 @@ class Zeros:
         layout = min(
             layouts, key=lambda sparsity: sparsity.n_of_m[1] if sparsity.n_of_m is not None else mask.shape[1] + 1
         )
-        return cls(1 - int(mask.sum()) / mask.numel(), "" if layout.n_of_m is None else layout.text, recorded)
+        return cls(1 - int(mask.count_nonzero()) / mask.numel(), "" if layout.n_of_m is None else layout.text, recorded)
 
 
 def with_masks(opened: OpenModel, recorded: Collection[str] = (), policy: MaskPolicy = "keep") -> OpenModel:
@@ -133,7 +133,7 @@ def _scattered(weight: Tensor) -> float:
     """The share of zeros among the rows and columns that are not zero as a whole: those are unused channels."""
     zero = weight == 0
     inside = zero[~zero.all(1)][:, ~zero.all(0)]
-    return int(inside.sum()) / max(1, inside.numel())
+    return int(inside.count_nonzero()) / max(1, inside.numel())
 
 
 def notes_of(zeros_by_name: Mapping[str, Zeros], policy: MaskPolicy) -> Iterator[str]:

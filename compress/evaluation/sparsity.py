@@ -108,7 +108,8 @@ def _check_mean(
 
 def _count_zeros(model: nn.Module, name: str, due: int) -> int:
     """Count the zeros of a layer. Raises VerificationError if there are fewer than `due`."""
-    count = int((_layer(model, name).weight == 0).sum())
+    weight = _layer(model, name).weight
+    count = weight.numel() - int(weight.count_nonzero())
     if count < due:
         raise VerificationError(f"{name}: {due} weights must be zero, but the checkpoint has {count}")
     return count

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, ClassVar, Generic, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from pydantic import ValidationError
 from torch import Tensor, nn
 from typing_extensions import Self, TypeVar
@@ -435,13 +435,13 @@ class WeightPart(Component[PartSchemeT]):
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
     def kept_rows(
-        self, rows: slice, mask: Bool[Tensor, "rows in"], value_range: slice, dtype: torch.dtype
+        self, rows: slice, positions: PackedMask, value_range: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
         """Dequantize some rows of a `gathered` part; weights outside of the mask are zero.
 
         Args:
             rows: range of rows.
-            mask: mask of these rows.
+            positions: positions of the weights of all rows.
             value_range: range of their weights among the stored weights of all rows.
             dtype: dtype of the result.
         """

@@ -219,12 +219,16 @@ class CompressedLinear(nn.Module):
         Raises:
             NumericError: if a weight outside of the mask is not zero.
         """
-        mask, (part,), nonzero_count = self.mask, self.all_parts, int(self.weight.count_nonzero())
+        mask, (part,) = self.mask, self.all_parts
         assert mask is not None
         assert part.kept is None
-        self.put(SparsePart.of(part, PackedMask.of(mask, sparsity.n_of_m)))
-        if int(self.weight.count_nonzero()) != nonzero_count:
+        if not self.is_zero_outside(mask):
             raise NumericError("weights that were pruned are no longer zero")
+        self.put(SparsePart.of(part, PackedMask.of(mask, sparsity.n_of_m)))
+
+    def is_zero_outside(self, mask: Bool[Tensor, "out in"]) -> bool:
+        """Whether all weights outside of a mask are zero."""
+        return not bool(self.weight.masked_fill(mask, 0).count_nonzero())
 
     # The input
 
@@ -401,7 +405,7 @@ def _count_kept(layer: nn.Module, keys: Any) -> None:
     layer.traced = None
     positions, words = layer.positions, layer.mask_words
     if words is not None and positions is not None and not words.is_meta and positions.sparsity.n_of_m is None:
-        layer.sparsity = SparseLayout(int(positions.mask().sum()))
+        layer.sparsity = SparseLayout(int(positions.mask().count_nonzero()))
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:

@@ -198,7 +198,7 @@ def check_pruned(trial: PassTrial) -> None:
         model = apply(trial.fresh(), chain, trial.ids)
         for name, mask in masks.items():
             layer = CompressedLinear.of(model.get_submodule(name))
-            is_kept = layer.mask is not None and int(layer.mask.sum()) <= int(mask.sum())
+            is_kept = layer.mask is not None and int(layer.mask.count_nonzero()) <= int(mask.count_nonzero())
             require(is_kept, f"{name}: the mask of an earlier pass is lost; keep layer.mask")
             zero = layer.mask is not None and bool((layer.weight[~layer.mask] == 0).all())
             require(zero, f"{name}: pruned weights are not exactly zero")

@@ -190,8 +190,9 @@ def _unsigned(part: Any) -> Tensor:
         codes = torch.full(part.shape, -grid.lowest, dtype=torch.uint8)
     else:
         codes = values.spread(values.zero.to(torch.int16) - grid.lowest).expand(part.shape).to(torch.uint8).contiguous()
-    for rows, mask, value_range in part.kept.parts():
-        codes[rows] = codes[rows].masked_scatter(mask, values.kept_codes(rows, value_range).to(torch.uint8))
+    positions = part.kept
+    for rows, value_range in positions.parts():
+        positions.write(values.kept_codes(rows, value_range).to(torch.uint8), rows, codes[rows])
     return codes
 
 

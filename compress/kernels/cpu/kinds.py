@@ -18,7 +18,7 @@ from compress.kernels.cpu.codes import HALF
 from compress.kernels.cpu.packed import UNIT, PackedCodes, of_bytes
 from compress.native.library import LANES, library
 from compress.native.pages import PAGES
-from compress.numerics.quant import lattice, pairs
+from compress.numerics.quant import bits, lattice, pairs
 from compress.numerics.quant.gaussian_codes import DEVIATION, length_of
 
 # compress_codec of compress_cpu.h
@@ -204,14 +204,13 @@ def _pack_sparse(part: Any, codec: int) -> PackedCodes:
     dtype = torch.bfloat16 if codec == SPARSE[torch.bfloat16] else torch.float32
     tiles, columns = -(-rows // LANES), -(-width // UNIT) * UNIT
     dense, mask = part.dense(dtype), part.kept.mask()
-    bits = 1 << torch.arange(LANES, dtype=torch.int32)
     masks, values, counts = torch.zeros(tiles, columns, dtype=torch.int16), [], []
     for start in range(0, tiles, TILES_AT_ONCE):
         part_rows = slice(start * LANES, (start + TILES_AT_ONCE) * LANES)
-        tile_mask = _row_tiles(mask[part_rows])  # [tiles, in, 16]
-        values.append(_row_tiles(dense[part_rows])[tile_mask])
-        counts.append(tile_mask.sum((1, 2)))
-        masks[start : start + TILES_AT_ONCE, :width] = (tile_mask * bits).sum(-1, dtype=torch.int32).to(torch.int16)
+        tile_mask = _row_tiles(mask[part_rows]).flatten(1)  # [tiles, in * 16]
+        values.append(_row_tiles(dense[part_rows]).flatten()[tile_mask.flatten()])
+        counts.append(tile_mask.view(torch.uint8).sum(1))
+        masks[start : start + TILES_AT_ONCE, :width] = bits.pack(tile_mask, 1).view(torch.int16)[:, :width]
     sizes = torch.cat(counts)
     words = PAGES.empty(int(sizes.sum()) + LANES, dtype=dtype)
     torch.cat([*values, torch.zeros(LANES, dtype=dtype)], out=words)  # zeros, since whole vectors are read

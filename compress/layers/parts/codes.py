@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from typing_extensions import Self
 
@@ -327,11 +327,11 @@ class CodesPart(WeightPart[CodesScheme]):
         return CodesPart(self.scheme, self.shape, buffers, tuple(codes.shape))
 
     def kept_rows(
-        self, rows: slice, mask: Bool[Tensor, "rows in"], value_range: slice, dtype: torch.dtype
+        self, rows: slice, positions: PackedMask, value_range: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
-        codes = torch.zeros(mask.shape, dtype=torch.uint8, device=mask.device)
-        codes.masked_scatter_(mask, self.kept_codes(rows, value_range))
-        return self.dequantized(codes, rows, dtype).masked_fill_(~mask, 0)
+        codes = torch.zeros(rows.stop - rows.start, self.shape[1], dtype=torch.uint8, device=self.words.device)
+        positions.write(self.kept_codes(rows, value_range), rows, codes)
+        return self.dequantized(codes, rows, dtype).masked_fill_(~positions.mask(rows), 0)
 
     def kept_codes(self, rows: slice, value_range: slice) -> Int[Tensor, " kept"]:
         """Unpack the unsigned codes of some rows of packed sparse weights.

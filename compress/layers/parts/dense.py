@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 from typing_extensions import Self
@@ -100,7 +100,8 @@ class DensePart(WeightPart[DenseScheme]):
         return DensePart(self.scheme, self.shape, {"weight": positions.gather(self.weight)})
 
     def kept_rows(
-        self, rows: slice, mask: Bool[Tensor, "rows in"], value_range: slice, dtype: torch.dtype
+        self, rows: slice, positions: PackedMask, value_range: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
-        weight_rows = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-        return weight_rows.masked_scatter_(mask, self.weight.flatten()[value_range].to(dtype))
+        weight_rows = torch.zeros(rows.stop - rows.start, self.shape[1], dtype=dtype, device=self.weight.device)
+        positions.write(self.weight.flatten()[value_range].to(dtype), rows, weight_rows)
+        return weight_rows

@@ -501,4 +501,4 @@ def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
     has_tiny_scale = (weight_max > 0) & (
         codes.scale.abs() > 2.5 * weight_max / codes.grid.span
     )  # powers of two may be twice as large
-    return int((has_tiny_scale & (largest(codes.dense()) == 0)).sum()) if bool(has_tiny_scale.any()) else 0
+    return int((has_tiny_scale & (largest(codes.dense()) == 0)).count_nonzero()) if bool(has_tiny_scale.any()) else 0

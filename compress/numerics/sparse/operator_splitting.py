@@ -58,7 +58,7 @@ def split_mask(
     scaled = (weight * scale).masked_fill_(dead, 0)
     largest, dual = scaled, torch.zeros_like(scaled)
     mask = previous_mask = keep(scaled.square())
-    kept_count, rho, first_mask_holds = max(int(mask.sum()), 1), PENALTY, True
+    kept_count, rho, first_mask_holds = max(int(mask.count_nonzero()), 1), PENALTY, True
     inverse, iteration = shifted_inverse(hessian, rho), 0
     for iteration in range(1, LONGEST + 1):
         fitted = torch.addmm(scaled, (largest - dual).sub_(scaled), inverse, alpha=rho)
@@ -68,7 +68,7 @@ def split_mask(
         dual -= largest
         if iteration % PERIOD:
             continue
-        changed = int((mask ^ previous_mask).sum()) / kept_count
+        changed = int((mask ^ previous_mask).count_nonzero()) / kept_count
         previous_mask = mask
         # so large a penalty may itself hold the first mask
         first_mask_holds = first_mask_holds and changed <= SOME and rho > LEAST_PENALTY

@@ -104,7 +104,7 @@ def choose(
 
 def sparsities(mask: Bool[Tensor, "out in"]) -> list[SparseLayout]:
     """Return the candidates for the smallest lossless storage of a mask, N:M first."""
-    width, bitmask = mask.shape[1], SparseLayout(int(mask.sum()))
+    width, bitmask = mask.shape[1], SparseLayout(int(mask.count_nonzero()))
     counts = mask[0].cumsum(0).tolist()  # N is read from the first group
     ratios = [(counts[m - 1], m) for m in range(2, min(LARGEST_M, width) + 1)]
     candidates = [SparseLayout(bitmask.kept, (n, m)) for n, m in ratios if 0 < n < m]
@@ -116,9 +116,17 @@ def is_regular(mask: Bool[Tensor, "out in"], n: int, m: int) -> bool:
     """Whether a mask has exactly N of every M columns, and all columns after the last complete group."""
     full_width = mask.shape[1] // m * m
     return full_width > 0 and all(
-        bool((part[:, :full_width].reshape(-1, m).sum(1) == n).all()) and bool(part[:, full_width:].all())
+        bool((_counts(part[:, :full_width].unflatten(1, (-1, m))) == n).all()) and bool(part[:, full_width:].all())
         for part in mask.split(_rows(mask.shape[1]))
     )
+
+
+def _counts(mask: Bool[Tensor, "rows groups m"]) -> Int[Tensor, "rows groups"]:
+    """Count the remaining columns of each group; a sum over a dimension as short as this takes many times as long."""
+    counts = torch.zeros(mask.shape[:2], dtype=torch.int16, device=mask.device)
+    for column in mask.unbind(2):
+        counts += column
+    return counts
 
 
 def _rows(width: int) -> int:
@@ -145,7 +153,7 @@ class PackedMask:
     def of(cls, mask: Bool[Tensor, "out in"], n_of_m: tuple[int, int] | None = None) -> PackedMask:
         """Pack a mask without loss; N:M only if `is_regular`."""
         shape = mask.shape[0], mask.shape[1]
-        sparsity = SparseLayout(int(mask.sum()), n_of_m)
+        sparsity = SparseLayout(int(mask.count_nonzero()), n_of_m)
         if n_of_m is None:
             parts = [pack(part, 1) for part in mask.split(_rows(shape[1]))]
         else:
@@ -161,38 +169,65 @@ class PackedMask:
 
     def mask(self, rows: slice = slice(None)) -> Bool[Tensor, "rows in"]:
         """Return the mask of a slice of rows, True for remaining weights."""
-        words, width = self.words[rows], self.shape[1]
         if self.sparsity.n_of_m is None:
-            return unpack(words, 1, width).bool()
-        n, m = self.sparsity.n_of_m
-        groups = width // m
-        columns = unpack(words, index_bits(m), groups * n).reshape(-1, groups, n).long()
-        mask = torch.zeros(words.shape[0], groups, m, dtype=torch.bool, device=words.device)
-        tail = torch.ones(words.shape[0], width % m, dtype=torch.bool, device=words.device)
-        return torch.cat([mask.scatter_(2, columns, True).flatten(1), tail], dim=1)
+            return unpack(self.words[rows], 1, self.shape[1]).bool()
+        mask = torch.zeros(len(self.words[rows]), self.shape[1], dtype=torch.bool, device=self.words.device)
+        columns, groups, tail = self._groups(rows, mask)
+        groups.scatter_(2, columns, True)
+        tail.fill_(True)
+        return mask
 
-    def parts(self) -> Iterator[tuple[slice, Bool[Tensor, "rows in"], slice]]:
-        """Yield (rows, their mask, the slice of their weights among all remaining weights, in row-major order)."""
-        start, step = 0, _rows(self.shape[1])
-        for first_row in range(0, self.shape[0], step):
-            rows = slice(first_row, min(first_row + step, self.shape[0]))
-            mask = self.mask(rows)
-            end = start + int(mask.sum())
-            yield rows, mask, slice(start, end)
-            start = end
+    def _groups(self, rows: slice, matrix: Shaped[Tensor, "rows in"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the remaining columns of each complete group, [rows, groups, N], and views of some rows of a matrix:
+        these groups, [rows, groups, M], and the columns after the last one, which all remain.
+        """
+        assert self.sparsity.n_of_m is not None
+        n, m = self.sparsity.n_of_m
+        count = self.shape[1] // m
+        columns = unpack(self.words[rows], index_bits(m), count * n).unflatten(1, (count, n)).long()
+        return columns, matrix[:, : count * m].unflatten(1, (count, m)), matrix[:, count * m :]
+
+    def _steps(self) -> Iterator[slice]:
+        step = _rows(self.shape[1])
+        return (slice(top, min(top + step, self.shape[0])) for top in range(0, self.shape[0], step))
+
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """Yield (some rows, the slice of their weights among all remaining weights, in row-major order)."""
+        start = 0
+        for rows in self._steps():
+            if self.sparsity.n_of_m is None:
+                count = int(self.mask(rows).count_nonzero())
+            else:
+                count = (rows.stop - rows.start) * self.sparsity.values(self.shape)[1]
+            yield rows, slice(start, start + count)
+            start += count
 
     def gather(self, matrix: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "*values"]:
         """Return the remaining entries of a matrix, in the shape of `SparseLayout.values`."""
-        return torch.cat([matrix[rows][mask] for rows, mask, _ in self.parts()]).reshape(
-            self.sparsity.values(self.shape)
-        )
+        parts = [self._gathered(rows, matrix[rows]) for rows in self._steps()]
+        return torch.cat(parts).reshape(self.sparsity.values(self.shape))
 
-    def expand(self, values: Shaped[Tensor, "*values"], into: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "out in"]:
-        """Write the remaining entries into a matrix in place, the inverse of `gather`; other entries do not change."""
-        values = values.flatten()
-        for rows, mask, value_range in self.parts():
-            into[rows].masked_scatter_(mask, values[value_range].to(into.dtype))
-        return into
+    def _gathered(self, rows: slice, matrix: Shaped[Tensor, "rows in"]) -> Shaped[Tensor, "*values"]:
+        if self.sparsity.n_of_m is None:
+            return matrix[self.mask(rows)]
+        columns, groups, tail = self._groups(rows, matrix)
+        return torch.cat([groups.gather(2, columns).flatten(1), tail], dim=1)
+
+    def write(self, values: Shaped[Tensor, " kept"], rows: slice, into: Shaped[Tensor, "rows in"]) -> None:
+        """Write the remaining entries of some rows into these rows, in place; other entries do not change.
+
+        Args:
+            values: the entries in row-major order.
+            rows: range of rows.
+            into: the rows.
+        """
+        if self.sparsity.n_of_m is None:
+            into.masked_scatter_(self.mask(rows), values)
+            return
+        columns, groups, tail = self._groups(rows, into)
+        of_groups, of_tail = values.view(len(into), -1).tensor_split([columns[0].numel()], dim=1)
+        groups.scatter_(2, columns, of_groups.view_as(columns))
+        tail.copy_(of_tail)
 
     def check(self, name: str) -> None:
         """Check that the words can be the positions of this number of weights.
@@ -210,7 +245,7 @@ class PackedMask:
                 bits = unpack(words, 1, words.shape[1] * 32)
                 if bool(bits[:, width:].any()):
                     raise ValueError(f"{name} marks columns after the last of {width}")
-                count += int(bits.sum())
+                count += int(bits.count_nonzero())
             else:
                 _check_indexes(words, *self.sparsity.n_of_m, width, name)
         if self.sparsity.n_of_m is None and count != self.sparsity.kept:

@@ -183,9 +183,11 @@ def _check_mask(label: str, layer: CompressedLinear, was_pruned: bool, zeros: Re
         VerificationError: if the mask removes fewer than required, or more, if there was no mask before.
     """
     size, positions = layer.shape[0] * layer.shape[1], layer.positions
-    removed, due = 0 if positions is None else size - positions.sparsity.kept, round(zeros.expected_sparsity * size)
-    if removed < due or (not was_pruned and removed > due):
-        message = f"sparsity {zeros.requested_sparsity:g} requires {due} removed weights, but {removed} were removed"
+    removed = 0 if positions is None else size - positions.sparsity.kept
+    required = round(zeros.expected_sparsity * size)
+    if removed < required or (not was_pruned and removed > required):
+        sparsity = zeros.requested_sparsity
+        message = f"sparsity {sparsity:g} requires {required} removed weights, but {removed} were removed"
         raise VerificationError(f"{label}: {message}")
 
 

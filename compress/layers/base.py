@@ -25,7 +25,7 @@ from compress.kernels import dispatch
 from compress.layers.fields import validators
 from compress.numerics.dtypes import DTYPES, bytes_of, is_finite
 from compress.numerics.quant.grids import Grid
-from compress.numerics.sparse.positions import PackedMask, Value
+from compress.numerics.sparse.positions import KeptRows, PackedMask, Value
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every kind of scheme by its name; a class is registered when it is defined."""
@@ -434,17 +434,8 @@ class WeightPart(Component[PartSchemeT]):
         """
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
-    def kept_rows(
-        self, rows: slice, positions: PackedMask, value_range: slice, dtype: torch.dtype
-    ) -> Float[Tensor, "rows in"]:
-        """Dequantize some rows of a `gathered` part; weights outside of the mask are zero.
-
-        Args:
-            rows: range of rows.
-            positions: positions of the weights of all rows.
-            value_range: range of their weights among the stored weights of all rows.
-            dtype: dtype of the result.
-        """
+    def kept_rows(self, part: KeptRows, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
+        """Dequantize some rows of a `gathered` part; weights outside of the mask are zero."""
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
     # Training

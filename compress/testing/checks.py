@@ -200,7 +200,7 @@ def check_pruned(trial: PassTrial) -> None:
             layer = CompressedLinear.of(model.get_submodule(name))
             is_kept = layer.mask is not None and int(layer.mask.count_nonzero()) <= int(mask.count_nonzero())
             require(is_kept, f"{name}: the mask of an earlier pass is lost; keep layer.mask")
-            zero = layer.mask is not None and bool((layer.weight[~layer.mask] == 0).all())
+            zero = layer.mask is not None and layer.is_zero_outside(layer.mask)
             require(zero, f"{name}: pruned weights are not exactly zero")
 
 

@@ -58,7 +58,7 @@ def testkept_codes_come_back_bit_for_bit(
         assert torch.equal(only.kept.mask(), mask)
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(only.dense(dtype), whole.dense(dtype).masked_fill(~mask, 0))
-        kept = torch.cat([only.values.kept_codes(rows, where) for rows, where in only.kept.parts()])
+        kept = torch.cat([only.values.kept_codes(part) for part in only.kept.parts()])
         unsigned = unpack(whole.words, whole.grid.bits, shape[1])
         assert torch.equal(kept.long(), unsigned[mask].long())
     scheme = SparseScheme(only.kept.sparsity, whole.scheme)

@@ -190,9 +190,8 @@ def _unsigned(part: Any) -> Tensor:
         codes = torch.full(part.shape, -grid.lowest, dtype=torch.uint8)
     else:
         codes = values.spread(values.zero.to(torch.int16) - grid.lowest).expand(part.shape).to(torch.uint8).contiguous()
-    positions = part.kept
-    for rows, value_range in positions.parts():
-        positions.write(values.kept_codes(rows, value_range).to(torch.uint8), rows, codes[rows])
+    for kept in part.kept.parts():
+        kept.write(values.kept_codes(kept).to(torch.uint8), codes[kept.rows])
     return codes
 
 

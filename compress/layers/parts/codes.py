@@ -27,7 +27,7 @@ from compress.numerics.dtypes import is_finite
 from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store, vanished
 from compress.numerics.quant.grids import Grid, IntGrid
-from compress.numerics.sparse.positions import PART, PackedMask, Value
+from compress.numerics.sparse.positions import PART, KeptRows, PackedMask, Value
 
 
 @dataclass(frozen=True)
@@ -326,25 +326,20 @@ class CodesPart(WeightPart[CodesScheme]):
         buffers = {name: getattr(self, name) for name in self.names} | {"words": torch.cat(steps, dim=-1)}
         return CodesPart(self.scheme, self.shape, buffers, tuple(codes.shape))
 
-    def kept_rows(
-        self, rows: slice, positions: PackedMask, value_range: slice, dtype: torch.dtype
-    ) -> Float[Tensor, "rows in"]:
-        codes = torch.zeros(rows.stop - rows.start, self.shape[1], dtype=torch.uint8, device=self.words.device)
-        positions.write(self.kept_codes(rows, value_range), rows, codes)
-        return self.dequantized(codes, rows, dtype).masked_fill_(~positions.mask(rows), 0)
+    def kept_rows(self, part: KeptRows, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
+        height = part.rows.stop - part.rows.start
+        codes = torch.zeros(height, self.shape[1], dtype=torch.uint8, device=self.words.device)
+        part.write(self.kept_codes(part), codes)
+        return self.dequantized(codes, part.rows, dtype).masked_fill_(~part.mask, 0)
 
-    def kept_codes(self, rows: slice, value_range: slice) -> Int[Tensor, " kept"]:
-        """Unpack the unsigned codes of some rows of packed sparse weights.
-
-        Args:
-            rows: range of rows.
-            value_range: range of their weights among the stored weights of all rows.
-        """
+    def kept_codes(self, part: KeptRows) -> Int[Tensor, " kept"]:
+        """Unpack the unsigned codes of some rows of packed sparse weights."""
         if self.words.ndim == 2:
-            return unpack(self.words[rows], self.grid.bits, self.lattice[1]).flatten()
-        word_start = value_range.start // 32 * 32  # 32 codes fill whole words
-        words = self.words[word_start // 32 * self.grid.bits : packed_width(value_range.stop, self.grid.bits)]
-        return unpack(words, self.grid.bits, value_range.stop - word_start)[value_range.start - word_start :]
+            return unpack(self.words[part.rows], self.grid.bits, self.lattice[1]).flatten()
+        start, stop = part.values.start, part.values.stop
+        word_start = start // 32 * 32  # 32 codes fill whole words
+        words = self.words[word_start // 32 * self.grid.bits : packed_width(stop, self.grid.bits)]
+        return unpack(words, self.grid.bits, stop - word_start)[start - word_start :]
 
     # Training
 

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from compress.layers.base import PartScheme, TensorSpec, WeightPart
 from compress.layers.fields import read_dtype
 from compress.numerics.dtypes import DTYPES, in_slices, rounded
-from compress.numerics.sparse.positions import PackedMask, Value
+from compress.numerics.sparse.positions import KeptRows, PackedMask, Value
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,8 @@ class DensePart(WeightPart[DenseScheme]):
     def gathered(self, positions: PackedMask) -> WeightPart:
         return DensePart(self.scheme, self.shape, {"weight": positions.gather(self.weight)})
 
-    def kept_rows(
-        self, rows: slice, positions: PackedMask, value_range: slice, dtype: torch.dtype
-    ) -> Float[Tensor, "rows in"]:
-        weight_rows = torch.zeros(rows.stop - rows.start, self.shape[1], dtype=dtype, device=self.weight.device)
-        positions.write(self.weight.flatten()[value_range].to(dtype), rows, weight_rows)
+    def kept_rows(self, part: KeptRows, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
+        height = part.rows.stop - part.rows.start
+        weight_rows = torch.zeros(height, self.shape[1], dtype=dtype, device=self.weight.device)
+        part.write(self.weight.flatten()[part.values].to(dtype), weight_rows)
         return weight_rows

@@ -174,9 +174,9 @@ class SparsePart(WeightPart[SparseScheme]):
         return self.values.dtype
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        weight, positions = torch.empty(self.shape, dtype=dtype, device=self.positions.device), self.kept
-        for rows, value_range in positions.parts():  # some rows at a time, to limit memory
-            weight[rows] = self.values.kept_rows(rows, positions, value_range, dtype)
+        weight = torch.empty(self.shape, dtype=dtype, device=self.positions.device)
+        for part in self.kept.parts():  # some rows at a time, to limit memory
+            weight[part.rows] = self.values.kept_rows(part, dtype)
         return weight
 
     def in_storage(self, dtype: torch.dtype) -> SparsePart:

@@ -159,14 +159,14 @@ def _top_of_groups(score: Float[Tensor, "rows groups m"], count: int) -> Bool[Te
         is_odd_row = (torch.arange(len(score), device=score.device) % 2 == 1).repeat_interleave(score.shape[1])
         return top(score.reshape(-1, size), count, is_odd_row).reshape(score.shape)
     mask = torch.empty(score.shape, dtype=torch.bool, device=score.device)
-    for parity, first_wins in ((0, torch.ge), (1, torch.gt)):
+    for parity, earlier_wins in ((0, torch.ge), (1, torch.gt)):
         columns = [column.contiguous() for column in score[parity::2].unbind(-1)]
         higher_counts = [torch.zeros_like(column, dtype=torch.uint8) for column in columns]
-        for second in range(size):
-            for first in range(second):
-                is_first = first_wins(columns[first], columns[second])
-                higher_counts[second] += is_first
-                higher_counts[first] += ~is_first
+        for later in range(size):
+            for earlier in range(later):
+                is_earlier = earlier_wins(columns[earlier], columns[later])
+                higher_counts[later] += is_earlier
+                higher_counts[earlier] += ~is_earlier
         mask[parity::2] = torch.stack([higher < count for higher in higher_counts], dim=-1)
     return mask
 

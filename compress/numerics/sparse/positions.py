@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -172,14 +173,21 @@ class PackedMask:
         if self.sparsity.n_of_m is None:
             return unpack(self.words[rows], 1, self.shape[1]).bool()
         mask = torch.zeros(len(self.words[rows]), self.shape[1], dtype=torch.bool, device=self.words.device)
-        columns, groups, tail = self._groups(rows, mask)
+        columns, groups, tail = self.groups(rows, mask)
         groups.scatter_(2, columns, True)
         tail.fill_(True)
         return mask
 
-    def _groups(self, rows: slice, matrix: Shaped[Tensor, "rows in"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the remaining columns of each complete group, [rows, groups, N], and views of some rows of a matrix:
-        these groups, [rows, groups, M], and the columns after the last one, which all remain.
+    def groups(self, rows: slice, matrix: Shaped[Tensor, "rows in"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the columns of an N:M mask in some rows, and views of these rows of a matrix.
+
+        Args:
+            rows: range of rows.
+            matrix: the rows.
+
+        Returns:
+            The remaining columns of each complete group, [rows, groups, N]; the groups of the matrix,
+            [rows, groups, M]; its columns after the last one, which all remain.
         """
         assert self.sparsity.n_of_m is not None
         n, m = self.sparsity.n_of_m
@@ -187,47 +195,19 @@ class PackedMask:
         columns = unpack(self.words[rows], index_bits(m), count * n).unflatten(1, (count, n)).long()
         return columns, matrix[:, : count * m].unflatten(1, (count, m)), matrix[:, count * m :]
 
-    def _steps(self) -> Iterator[slice]:
-        step = _rows(self.shape[1])
-        return (slice(top, min(top + step, self.shape[0])) for top in range(0, self.shape[0], step))
-
-    def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (some rows, the slice of their weights among all remaining weights, in row-major order)."""
-        start = 0
-        for rows in self._steps():
-            if self.sparsity.n_of_m is None:
-                count = int(self.mask(rows).count_nonzero())
-            else:
-                count = (rows.stop - rows.start) * self.sparsity.values(self.shape)[1]
-            yield rows, slice(start, start + count)
-            start += count
+    def parts(self) -> Iterator[KeptRows]:
+        """Yield all rows, some at a time."""
+        start, step = 0, _rows(self.shape[1])
+        for top in range(0, self.shape[0], step):
+            part = KeptRows(self, slice(top, min(top + step, self.shape[0])), start)
+            yield part
+            start = part.values.stop
 
     def gather(self, matrix: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "*values"]:
         """Return the remaining entries of a matrix, in the shape of `SparseLayout.values`."""
-        parts = [self._gathered(rows, matrix[rows]) for rows in self._steps()]
-        return torch.cat(parts).reshape(self.sparsity.values(self.shape))
-
-    def _gathered(self, rows: slice, matrix: Shaped[Tensor, "rows in"]) -> Shaped[Tensor, "*values"]:
-        if self.sparsity.n_of_m is None:
-            return matrix[self.mask(rows)]
-        columns, groups, tail = self._groups(rows, matrix)
-        return torch.cat([groups.gather(2, columns).flatten(1), tail], dim=1)
-
-    def write(self, values: Shaped[Tensor, " kept"], rows: slice, into: Shaped[Tensor, "rows in"]) -> None:
-        """Write the remaining entries of some rows into these rows, in place; other entries do not change.
-
-        Args:
-            values: the entries in row-major order.
-            rows: range of rows.
-            into: the rows.
-        """
-        if self.sparsity.n_of_m is None:
-            into.masked_scatter_(self.mask(rows), values)
-            return
-        columns, groups, tail = self._groups(rows, into)
-        of_groups, of_tail = values.view(len(into), -1).tensor_split([columns[0].numel()], dim=1)
-        groups.scatter_(2, columns, of_groups.view_as(columns))
-        tail.copy_(of_tail)
+        return torch.cat([part.read(matrix[part.rows]) for part in self.parts()]).reshape(
+            self.sparsity.values(self.shape)
+        )
 
     def check(self, name: str) -> None:
         """Check that the words can be the positions of this number of weights.
@@ -250,6 +230,53 @@ class PackedMask:
                 _check_indexes(words, *self.sparsity.n_of_m, width, name)
         if self.sparsity.n_of_m is None and count != self.sparsity.kept:
             raise ValueError(f"{name} marks {count} weights as kept, but there are {self.sparsity.kept}")
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Some rows of a packed mask.
+
+    Attributes:
+        positions: the mask.
+        rows: range of rows.
+        start: number of remaining weights in the rows before.
+    """
+
+    positions: PackedMask
+    rows: slice
+    start: int
+
+    @cached_property
+    def mask(self) -> Bool[Tensor, "rows in"]:
+        """True for remaining weights."""
+        return self.positions.mask(self.rows)
+
+    @cached_property
+    def values(self) -> slice:
+        """The range of the remaining weights among those of all rows, in row-major order."""
+        sparsity = self.positions.sparsity
+        if sparsity.n_of_m is None:
+            count = int(self.mask.count_nonzero())
+        else:
+            count = (self.rows.stop - self.rows.start) * sparsity.values(self.positions.shape)[1]
+        return slice(self.start, self.start + count)
+
+    def read(self, matrix: Shaped[Tensor, "rows in"]) -> Shaped[Tensor, "*values"]:
+        """Return the remaining entries of these rows."""
+        if self.positions.sparsity.n_of_m is None:
+            return matrix[self.mask]
+        columns, groups, tail = self.positions.groups(self.rows, matrix)
+        return torch.cat([groups.gather(2, columns).flatten(1), tail], dim=1)
+
+    def write(self, values: Shaped[Tensor, " kept"], into: Shaped[Tensor, "rows in"]) -> None:
+        """Write the remaining entries, in row-major order, into these rows in place; other entries do not change."""
+        if self.positions.sparsity.n_of_m is None:
+            into.masked_scatter_(self.mask, values)
+            return
+        columns, groups, tail = self.positions.groups(self.rows, into)
+        of_groups, of_tail = values.view(len(into), -1).tensor_split([columns[0].numel()], dim=1)
+        groups.scatter_(2, columns, of_groups.view_as(columns))
+        tail.copy_(of_tail)
 
 
 def _indexes(mask: Bool[Tensor, "rows in"], n: int, m: int) -> Int[Tensor, "rows words"]:

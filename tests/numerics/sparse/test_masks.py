@@ -50,8 +50,8 @@ def test_n_of_each_whole_m_are_kept_and_the_tail_stays_dense(shape, seed, n_of_m
     for row in range(shape[0]):
         for start in range(0, full, m):
             values, keep = score[row, start : start + m], remaining[row, start : start + m]
-            first_of_ties = -1 if row % 2 else 1
-            best = sorted(range(m), key=lambda j, values=values, sign=first_of_ties: (-values[j], sign * j))[:n]
+            tie_sign = -1 if row % 2 else 1
+            best = sorted(range(m), key=lambda j, values=values, sign=tie_sign: (-values[j], sign * j))[:n]
             assert keep.nonzero().flatten().tolist() == sorted(best)
     assert remaining[:, full:].all()
 
